@@ -1,0 +1,187 @@
+"""The thin modules around the loss functions: they build the pair matrix and the match mask.
+
+A loss is a pure function ``loss(pairs, matches, *, parameters…)`` of the pair matrix (distances D or cosines
+C', as its `form` says) and the mask of who matches whom. The module beside it names that function and its
+form; everything else is here.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from idml.embeddings import Embeddings
+from idml.labels import LabelSets
+from idml.metric import Form, IntrospectiveMetric
+
+
+class MetricLoss(nn.Module):
+    """What all losses share: the metric, the loss function's parameters, and the checks of the input."""
+
+    form: ClassVar[Form]
+    function: ClassVar[Callable[..., Tensor]]
+
+    def __init__(
+        self,
+        *,
+        metric: IntrospectiveMetric | None = None,
+        num_classes: int | None = None,
+        embedding_dim: int | None = None,
+        **parameters: Any,
+    ) -> None:
+        super().__init__()
+        self.metric = IntrospectiveMetric() if metric is None else metric
+        if self.metric.rule == "strict":
+            raise ValueError(
+                "rule 'strict' is for analysis only: u gets no gradient, so it cannot be trained"
+            )
+        self._require_form()
+        for name, count in (("num_classes", num_classes), ("embedding_dim", embedding_dim)):
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} must be a positive whole number, got {count!r}")
+        self.num_classes, self.embedding_dim = num_classes, embedding_dim
+        self.parameters_of_loss = {**self._defaults(), **parameters}
+        unknown = [name for name in parameters if name not in self._defaults()]
+        if unknown:
+            raise ValueError(
+                unknown_name("parameter", unknown[0], self._defaults(), f" of {type(self).__name__}")
+            )
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        signature = inspect.signature(cls.function).parameters.values()
+        return {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+    def _require_form(self) -> None:
+        method = {"distance": self.metric.distances, "cosine": self.metric.cosines}[self.form]
+        probe = Embeddings(torch.ones(1, 1), torch.zeros(1, 1))
+        try:
+            method(probe)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__} reads {self.form}s, but {error}") from None
+
+    def _pairs(self, e: Embeddings, other: Embeddings | None = None) -> Tensor:
+        return self.metric.distances(e, other) if self.form == "distance" else self.metric.cosines(e, other)
+
+    def _checked(
+        self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor
+    ) -> tuple[Embeddings, LabelSets]:
+        if isinstance(embeddings, Tensor):
+            if self.metric.rule != "off":
+                raise ValueError(
+                    f"rule {self.metric.rule!r} needs Embeddings(semantic, uncertainty); "
+                    "a plain tensor only goes with rule 'off'"
+                )
+            embeddings = Embeddings.certain(embeddings)
+        if not isinstance(embeddings, Embeddings):
+            raise ValueError(f"expected Embeddings, got {type(embeddings).__name__}")
+        sets = labels if isinstance(labels, LabelSets) else LabelSets(labels)
+        if len(embeddings) == 0:
+            raise ValueError("the batch is empty: a loss needs at least one image")
+        if len(embeddings) != len(sets):
+            raise ValueError(f"{len(embeddings)} embeddings but {len(sets)} labels")
+        if embeddings.semantic.device != sets.ids.device:
+            raise ValueError(
+                f"embeddings are on {embeddings.semantic.device} but labels are on {sets.ids.device}"
+            )
+        if self.embedding_dim is not None and embeddings.semantic.shape[1] != self.embedding_dim:
+            raise ValueError(
+                f"embeddings are {embeddings.semantic.shape[1]}-d, the loss expects {self.embedding_dim}-d"
+            )
+        if self.num_classes is not None:
+            sets.check_below(self.num_classes)
+        return embeddings, sets
+
+    def extra_repr(self) -> str:
+        """The loss's parameters, for printing."""
+        return ", ".join(
+            [f"metric={self.metric}", *(f"{k}={v!r}" for k, v in self.parameters_of_loss.items())]
+        )
+
+
+class PairLoss(MetricLoss):
+    """A loss over the pairs of a batch."""
+
+    def forward(
+        self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None
+    ) -> Tensor:
+        """The loss of a batch, a scalar; ``seed`` fixes the random choices of losses that make any."""
+        e, sets = self._checked(embeddings, labels)
+        return self._loss(self._pairs(e), sets.matches(), e.semantic.shape[1], seed)
+
+    def _loss(self, pairs: Tensor, matches: Tensor, dim: int, seed: int | None) -> Tensor:
+        return type(self).function(pairs, matches, **self.parameters_of_loss)
+
+
+class ProxyLoss(MetricLoss):
+    """A loss between images and learned proxies of the classes, ``centers_per_class`` for each.
+
+    The metric reads the proxies normalised. They are certain (u = 0) unless ``proxy_uncertainty`` makes
+    their uncertainty a parameter too, started small.
+    """
+
+    def __init__(
+        self,
+        *,
+        metric: IntrospectiveMetric | None = None,
+        num_classes: int | None = None,
+        embedding_dim: int | None = None,
+        proxy_uncertainty: bool = False,
+        **parameters: Any,
+    ) -> None:
+        super().__init__(metric=metric, num_classes=num_classes, embedding_dim=embedding_dim, **parameters)
+        if num_classes is None or embedding_dim is None:
+            raise ValueError(f"{type(self).__name__} learns proxies: it needs num_classes and embedding_dim")
+        count = num_classes * int(self.parameters_of_loss.get("centers_per_class", 1))
+        self.proxies = nn.Parameter(torch.empty(count, embedding_dim))
+        nn.init.kaiming_normal_(self.proxies, mode="fan_out")
+        self.proxy_uncertainty = None
+        if proxy_uncertainty:
+            small = 0.05 / embedding_dim**0.5  # ‖u‖ ≈ 0.05, as the images start
+            self.proxy_uncertainty = nn.Parameter(torch.randn(count, embedding_dim) * small)
+
+    def forward(
+        self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None
+    ) -> Tensor:
+        """The loss of a batch, a scalar; proxy losses draw nothing, so ``seed`` changes nothing."""
+        e, sets = self._checked(embeddings, labels)
+        if self.proxies.device != e.semantic.device:
+            raise ValueError(
+                f"the proxies are on {self.proxies.device} but embeddings are on {e.semantic.device}"
+            )
+        assert self.num_classes is not None
+        pairs = self._pairs(e, self.proxy_embeddings())
+        return type(self).function(pairs, sets.in_classes(self.num_classes), **self.parameters_of_loss)
+
+    def proxy_embeddings(self) -> Embeddings:
+        """The proxies as the metric sees them."""
+        if self.proxy_uncertainty is None:
+            return Embeddings.certain(self.proxies)
+        return Embeddings(self.proxies, self.proxy_uncertainty)
+
+
+def require_pairs(pairs: Tensor, matches: Tensor, square: bool = False) -> None:
+    """Raise ``ValueError`` unless ``matches`` is a bool mask of the pair matrix (square: batch against itself)."""
+    if pairs.ndim != 2 or not pairs.is_floating_point():
+        raise ValueError(
+            f"the pair matrix must be a floating-point [n, m], got {pairs.dtype} {list(pairs.shape)}"
+        )
+    if matches.dtype != torch.bool or matches.shape != pairs.shape:
+        raise ValueError(
+            f"matches must be bool {list(pairs.shape)}, got {matches.dtype} {list(matches.shape)}"
+        )
+    if square and pairs.shape[0] != pairs.shape[1]:
+        raise ValueError(f"a batch against itself has a square pair matrix, got {list(pairs.shape)}")
+    if pairs.device != matches.device:
+        raise ValueError(f"the pair matrix is on {pairs.device} but matches are on {matches.device}")
+
+
+def unknown_name(what: str, name: object, known: Iterable[str], whose: str = "") -> str:
+    """One sentence about an unknown name, with the nearest known one."""
+    names = list(known)
+    near = get_close_matches(str(name), names, n=1, cutoff=0.0)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}{whose}{hint} (known: {', '.join(names) or 'none'})"

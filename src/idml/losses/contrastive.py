@@ -1,0 +1,32 @@
+"""Contrastive loss (Hadsell et al., 2006)."""
+
+from torch import Tensor
+
+from idml.labels import pair_masks
+from idml.losses.base import PairLoss, require_pairs
+from idml.losses.reduce import mean_of_nonzero
+
+
+def contrastive(
+    distances: Tensor, matches: Tensor, *, positive_margin: float = 0.0, negative_margin: float = 0.5
+) -> Tensor:
+    """mean⁺ [D_ij − m₊]₊ over positive pairs + mean⁺ [m₋ − D_ij]₊ over negative pairs; mean⁺ skips zeros.
+
+    >>> import torch
+    >>> d = torch.tensor([[0.0, 0.4, 0.3], [0.4, 0.0, 0.9], [0.3, 0.9, 0.0]])
+    >>> same = torch.tensor([[True, True, False], [True, True, False], [False, False, True]])
+    >>> contrastive(d, same)  # 0.4 + (0.5 − 0.3)
+    tensor(0.6000)
+    """
+    require_pairs(distances, matches, square=True)
+    positive, negative = pair_masks(matches)
+    pull = mean_of_nonzero((distances - positive_margin).relu() * positive)
+    push = mean_of_nonzero((negative_margin - distances).relu() * negative)
+    return pull + push
+
+
+class Contrastive(PairLoss):
+    """Contrastive loss over all pairs of a batch."""
+
+    form = "distance"
+    function = staticmethod(contrastive)

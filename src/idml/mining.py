@@ -1,0 +1,87 @@
+"""Which pairs of a batch a loss looks at. Miners read the loss's own pair matrix (D or C', not α) and never
+build a tensor larger than a few [n, n]; they take no part in the gradient."""
+
+import torch
+from torch import Tensor
+
+from idml.labels import pair_masks
+
+
+@torch.no_grad()
+def semihard(distances: Tensor, matches: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+    """Semi-hard triplets (a, p, n): D_ap < D_an < D_ap + margin, counted instead of listed.
+
+    The triplet loss Σ (D_ap − D_an + margin) is linear in D, so all it needs of the triplets is how often
+    each pair occurs: a matrix [n, n] of counts, positive for (a, p) and negative for (a, n), and their
+    number. Negatives are sorted once per anchor; every positive then finds its range by bisection.
+    """
+    positive, negative = pair_masks(matches)
+    ordered, order = distances.masked_fill(~negative, torch.inf).sort(dim=1)
+    start = torch.searchsorted(ordered, distances, right=True)  # the first negative beyond the positive
+    stop = torch.searchsorted(ordered, distances + margin)
+    per_positive = (stop - start).clamp_min_(0) * positive
+    used = (per_positive > 0).to(start.dtype)
+    steps = torch.zeros(len(distances), distances.shape[1] + 1, dtype=start.dtype, device=start.device)
+    steps.scatter_add_(1, start, used).scatter_add_(
+        1, stop, -used
+    )  # +1 where a range begins, −1 where it ends
+    per_negative = torch.zeros_like(start).scatter_(1, order, steps.cumsum(dim=1)[:, :-1])
+    return (per_positive - per_negative).to(distances.dtype), per_positive.sum()
+
+
+@torch.no_grad()
+def multi_similarity(cosines: Tensor, matches: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The informative pairs of Wang et al. (2019), as two masks [n, n].
+
+    A positive is kept if C_ap − ε < the largest negative of its anchor; a negative if C_an + ε > the
+    smallest positive of its anchor.
+    """
+    positive, negative = pair_masks(matches)
+    hardest_negative = cosines.masked_fill(~negative, -torch.inf).amax(dim=1, keepdim=True)
+    hardest_positive = cosines.masked_fill(~positive, torch.inf).amin(dim=1, keepdim=True)
+    return (
+        positive & (cosines - epsilon < hardest_negative),
+        negative & (cosines + epsilon > hardest_positive),
+    )
+
+
+def log_inverse_density(distances: Tensor, dim: int) -> Tensor:
+    """log p(d) up to a constant, p(d) ∝ d^(2−n)·(1 − d²/4)^((3−n)/2): the inverse of how densely the distances of
+    random points on the unit sphere in n dimensions lie (Wu et al., 2017)."""
+    return (2.0 - dim) * distances.log() + (3.0 - dim) / 2.0 * torch.log1p(-0.25 * distances.square())
+
+
+@torch.no_grad()
+def distance_weighted(
+    distances: Tensor,
+    matches: Tensor,
+    dim: int,
+    *,
+    closest: float = 0.5,
+    farthest: float = 1.4,
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One negative for each positive pair, drawn with probability p(d) among the anchor's negatives.
+
+    Distances below ``closest`` count as ``closest``; negatives beyond ``farthest`` are left out. Returns
+    the pairs (anchors, negatives), in the order of the positive pairs; an anchor with no negative in
+    reach draws none. ``seed`` fixes the draw; without it torch's global generator is used.
+    """
+    positive, negative = pair_masks(matches)
+    reachable = negative & (distances <= farthest)
+    d = distances.clamp(closest, farthest)
+    weight = log_inverse_density(d, dim).masked_fill(~reachable, -torch.inf)
+    has_negative = reachable.any(dim=1)
+    weight = (
+        weight - weight.amax(dim=1, keepdim=True)
+    ).exp_()  # NaN where there is no negative: not drawn from
+    wanted = positive.sum(dim=1) * has_negative
+    most = int(wanted.max()) if len(wanted) else 0
+    if most == 0:
+        none = torch.empty(0, dtype=torch.long, device=distances.device)
+        return none, none
+    generator = None if seed is None else torch.Generator(distances.device).manual_seed(seed)
+    rows = has_negative.nonzero().squeeze(1)
+    drawn = torch.multinomial(weight[rows], most, replacement=True, generator=generator)
+    keep = torch.arange(most, device=drawn.device) < wanted[rows].unsqueeze(1)
+    return rows.unsqueeze(1).expand_as(drawn)[keep], drawn[keep]
