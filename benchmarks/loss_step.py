@@ -47,9 +47,10 @@ def peer(name: str, classes: int) -> tuple[torch.nn.Module, torch.nn.Module | No
 def steps(name: str, classes: int) -> dict[str, Step]:
     g = torch.Generator().manual_seed(0)
     labels = torch.randperm(classes, generator=g)[: IMAGES // 4].repeat_interleave(4)
-    # as in training: a shared direction plus class and image parts, so that miners find work
-    parts = [torch.randn(rows, DIM, generator=g) for rows in (1, IMAGES // 4, IMAGES)]
-    semantic = (parts[0] + parts[1].repeat_interleave(4, dim=0) + parts[2]).requires_grad_()
+    # classes that overlap, in few directions, as in the middle of a training: every miner finds work
+    centres, noise = torch.randn(IMAGES // 4, 16, generator=g), torch.randn(IMAGES, 16, generator=g)
+    latent = centres.repeat_interleave(4, dim=0) + noise
+    semantic = (latent @ torch.randn(16, DIM, generator=g)).requires_grad_()
     uncertainty = (0.02 * torch.randn(IMAGES, DIM, generator=g)).requires_grad_()
     theirs, miner = peer(name, classes)
 
@@ -113,7 +114,11 @@ def measure(name: str, classes: int, repeats: int) -> dict[str, float | str | in
     row: dict[str, float | str | int] = {"loss": name, "classes": classes}
     for which in run:
         row[f"{which}_ms"] = statistics.median(times[which]) * 1e3
-    for key, top, bottom in (("off/pml", "off", "pml"), ("metric/off", "metric", "off"), ("metric/pml", "metric", "pml")):
+    for key, top, bottom in (
+        ("off/pml", "off", "pml"),
+        ("metric/off", "metric", "off"),
+        ("metric/pml", "metric", "pml"),
+    ):
         row[key] = statistics.median(a / b for a, b in zip(times[top], times[bottom], strict=True))
     for which in ("metric", "pml"):
         with Largest() as largest:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,28 +28,45 @@ def require_finite(name: str, x: Tensor) -> None:
         )
 
 
-def unit_rows(x: Tensor, name: str = "semantic") -> Tensor:
-    """Each row divided by its length: x / ‖x‖.
+class Direction(NamedTuple):
+    """Rows ready to be normalised: ``x`` within float range, 1/‖x‖ [n, 1], and which rows have no length."""
 
-    A row without a direction (length below 1e-12) becomes zero and gets no gradient; lengths up to the
-    largest float are handled without overflow; NaN and infinity raise ``ValueError``.
+    x: Tensor
+    inverse_length: Tensor
+    pointless: Tensor | None
+
+
+def direction(x: Tensor, name: str = "semantic") -> Direction:
+    """What normalising the rows of ``x`` needs.
+
+    A row shorter than 1e-12 has no direction: its 1/‖x‖ is 0, so that it becomes zero and gets no gradient.
+    Lengths up to the largest float are handled without overflow; NaN and infinity raise ``ValueError``.
+    """
+    x = full_precision(x)
+    with torch.no_grad():
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        shortest, longest = (float(v) for v in torch.aminmax(length)) if len(x) else (1.0, 1.0)
+    if not longest < _SAFE:  # also true for NaN
+        require_finite(name, x)
+        x = x / x.detach().abs().amax(dim=1, keepdim=True).clamp_min(1.0)  # the direction stays
+        length = torch.linalg.vector_norm(x.detach(), dim=1, keepdim=True)
+    if shortest >= _NO_DIRECTION:
+        return Direction(x, length.reciprocal(), None)
+    pointless = length < _NO_DIRECTION
+    return Direction(x, length.reciprocal().masked_fill(pointless, 0.0), pointless.squeeze(1))
+
+
+def unit_rows(x: Tensor, name: str = "semantic") -> Tensor:
+    """Each row divided by its length, x/‖x‖; zero, without gradient, where there is no length.
 
     >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
     """
-    x = full_precision(x)
-    length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    with torch.no_grad():
-        longest, shortest = (length.max().item(), length.min().item()) if len(x) else (1.0, 1.0)
-    if not longest < _SAFE:  # also true for NaN
-        require_finite(name, x)
-        x = x / x.detach().abs().amax(dim=1, keepdim=True).clamp_min(1.0)  # the direction stays
-        length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    if shortest < _NO_DIRECTION:
-        pointless = length < _NO_DIRECTION
-        return (x / length.masked_fill(pointless, 1.0)).masked_fill(pointless, 0.0)
-    return x / length
+    safe, inverse_length, _ = direction(x, name)
+    unit = safe * inverse_length
+    radial = (unit.detach() * safe).sum(dim=1, keepdim=True) * inverse_length  # 1 in value; ∇ = x̂/‖x‖
+    return unit + unit.detach() * (radial.detach() - radial)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +87,7 @@ class Embeddings:
     def __post_init__(self) -> None:
         for name, x in (("semantic", self.semantic), ("uncertainty", self.uncertainty)):
             if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
-                raise ValueError(
-                    f"{name} must be a floating-point tensor [images, dimensions], got {_describe(x)}"
-                )
+                raise ValueError(f"{name} must be a floating-point tensor [images, dimensions], got {_describe(x)}")
         s, u = self.semantic, self.uncertainty
         if s.shape[1] == 0:
             raise ValueError("semantic embeddings need at least one dimension")
@@ -107,9 +123,20 @@ class Embeddings:
         return unit_rows(self.semantic)
 
     @cached_property
+    def direction(self) -> Direction:
+        """The semantic part with what normalising it needs, for matrix products that normalise afterwards."""
+        return direction(self.semantic)
+
+    @cached_property
     def level(self) -> Tensor:
         """The uncertainty level ‖u‖ of each image [n], in float32 or better."""
-        return torch.linalg.vector_norm(full_precision(self.uncertainty), dim=1)
+        u = full_precision(self.uncertainty)
+        level: Tensor = torch.linalg.vector_norm(u, dim=1)
+        if len(level) and not bool(torch.isfinite(level).all()):
+            require_finite("uncertainty", u)
+            scale = float(u.detach().abs().max())  # the squares overflowed
+            level = torch.linalg.vector_norm(u / scale, dim=1) * scale
+        return level
 
     def to(self, target: torch.device | torch.dtype | str) -> "Embeddings":
         """Both parts moved to a device, or cast to a dtype."""
@@ -128,7 +155,9 @@ class Embeddings:
 
     def __repr__(self) -> str:
         s, u = self.semantic, self.uncertainty
-        return f"Embeddings({len(s)} images, semantic {s.shape[1]}-d, uncertainty {u.shape[1]}-d, {s.dtype}, {s.device})"
+        return (
+            f"Embeddings({len(s)} images, semantic {s.shape[1]}-d, uncertainty {u.shape[1]}-d, {s.dtype}, {s.device})"
+        )
 
 
 def as_rows(index: Index, length: int) -> slice | Tensor | list[int] | list[bool]:

@@ -31,9 +31,7 @@ class LabelSets:
     def __init__(self, labels: Tensor) -> None:
         if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.dtype not in _INTEGERS:
             got = (
-                f"{labels.dtype} of shape {list(labels.shape)}"
-                if isinstance(labels, Tensor)
-                else type(labels).__name__
+                f"{labels.dtype} of shape {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
             )
             raise ValueError(f"labels must be a 1-D tensor of integers, got {got}")
         if len(labels) and int(labels.min()) < 0:
@@ -61,9 +59,7 @@ class LabelSets:
         """Any number of labels for each image."""
         lists = [sorted(set(labels)) for labels in sets]
         if not all(lists):
-            raise ValueError(
-                f"image {next(i for i, x in enumerate(lists) if not x)} has no label; every set needs one"
-            )
+            raise ValueError(f"image {next(i for i, x in enumerate(lists) if not x)} has no label; every set needs one")
         width = max((len(labels) for labels in lists), default=1)
         flat = cls(torch.tensor([label for labels in lists for label in labels], dtype=torch.long))
         ids = torch.full((len(lists), width), -1)
@@ -117,9 +113,7 @@ class LabelSets:
     def check_below(self, num_classes: int) -> None:
         """Raise ``ValueError`` if a label does not name one of ``num_classes`` classes."""
         if len(self) and int(self.ids.max()) >= num_classes:
-            raise ValueError(
-                f"label {int(self.ids.max())} is outside the {num_classes} classes 0 … {num_classes - 1}"
-            )
+            raise ValueError(f"label {int(self.ids.max())} is outside the {num_classes} classes 0 … {num_classes - 1}")
 
     def to(self, device: torch.device | str) -> "LabelSets":
         """The same sets on a device."""
@@ -142,5 +136,4 @@ class LabelSets:
 
 def pair_masks(matches: Tensor) -> tuple[Tensor, Tensor]:
     """The positive and the negative pairs of a batch against itself, an image never with itself."""
-    itself = torch.eye(len(matches), dtype=torch.bool, device=matches.device)
-    return matches & ~itself, ~matches & ~itself
+    return matches.clone().fill_diagonal_(False), (~matches).fill_diagonal_(False)

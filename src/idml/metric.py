@@ -38,6 +38,8 @@ _FORMS: dict[str, tuple[Form, ...]] = {
     "release": ("cosine",),
 }
 _RELEASE_TAU, _RELEASE_GAMMA = 5.0, 4.0
+_NO_GAP = 1e-12  # identical images: dividing by this makes e^(−x) vanish unless x is 0
+_BLOCK = 1 << 16  # pairs handled at a time, so that intermediate results stay in the cache
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,7 @@ class IntrospectiveMetric:
     def __post_init__(self) -> None:
         if self.rule not in RULES:
             near = get_close_matches(str(self.rule), RULES, n=1, cutoff=0.0)
-            raise ValueError(
-                f"unknown rule {self.rule!r}; did you mean {near[0]!r}? (rules: {', '.join(RULES)})"
-            )
+            raise ValueError(f"unknown rule {self.rule!r}; did you mean {near[0]!r}? (rules: {', '.join(RULES)})")
         if not (isinstance(self.tau, int | float) and 0 < self.tau < math.inf):
             raise ValueError(f"tau must be a positive number, got {self.tau!r}")
         if not (isinstance(self.gamma, int | float) and 0 <= self.gamma < math.inf):
@@ -81,33 +81,30 @@ class IntrospectiveMetric:
     @torch.no_grad()
     def weights(self, embeddings: Embeddings, other: Embeddings | None = None) -> Tensor:
         """The factor e^(−x) by which each pair's discrepancy is softened [n, m]; 1 means the plain metric."""
+        _check(embeddings, other)
+        alpha = alphas(embeddings, other)
         if self.rule == "off":
-            return torch.ones_like(cosines(embeddings, other))
-        alpha = _Root.apply(_alpha_squared(cosines(embeddings, other), embeddings, other))
-        return torch.exp(
-            -(pair_uncertainty(embeddings, other) + self.gamma) / (self.tau * alpha.clamp_min(1e-12))
-        )
+            return torch.ones_like(alpha)
+        return torch.exp(-(betas(embeddings, other) + self.gamma) / (self.tau * alpha.clamp_min(_NO_GAP)))
 
     def _pairs(self, form: Form, a: Embeddings | Tensor, b: Embeddings | Tensor | None) -> Tensor:
         if form not in _FORMS[self.rule]:
             raise ValueError(f"rule {self.rule!r} has no {form} form, only {' and '.join(_FORMS[self.rule])}")
-        left = self._embeddings(a)
-        right = None if b is None else self._embeddings(b)
-        _check(left, right)
-        with torch.autocast(left.semantic.device.type, enabled=False):
-            cos = cosines(left, right)
-            if self.rule == "off":
-                return cos if form == "cosine" else _Root.apply(_alpha_squared(cos, left, right))
-            if self.rule == "release":
-                return _release(cos, left, right)
-            beta = pair_uncertainty(left, right)
-            alpha_squared = _alpha_squared(cos, left, right)
+        e = self._embeddings(a)
+        other = None if b is None else self._embeddings(b)
+        _check(e, other)
+        with torch.autocast(e.semantic.device.type, enabled=False):
             if self.rule == "similar":
-                return _Soften.apply(cos, alpha_squared, beta, self.tau, self.gamma, form == "distance")
-            alpha = _Root.apply(alpha_squared)
+                return soften(e, other, self.tau, self.gamma, form)
+            if self.rule == "off":
+                return plain_cosines(e, other) if form == "cosine" else alphas(e, other)
             if self.rule == "strict":
-                return torch.where(alpha > beta + self.gamma, alpha, torch.zeros_like(alpha))
-            return cos * torch.exp(-(beta + self.gamma) / (self.tau * alpha.clamp_min(1e-12)))  # dissimilar
+                alpha = alphas(e, other)
+                return alpha * (alpha > betas(e, other) + self.gamma)
+            if self.rule == "dissimilar":
+                gap = alphas(e, other).clamp_min(_NO_GAP)
+                return plain_cosines(e, other) * torch.exp(-(betas(e, other) + self.gamma) / (self.tau * gap))
+            return _release(e, other)
 
     def _embeddings(self, e: Embeddings | Tensor) -> Embeddings:
         if isinstance(e, Embeddings):
@@ -119,79 +116,89 @@ class IntrospectiveMetric:
         return Embeddings.certain(e)
 
 
-def cosines(e: Embeddings, other: Embeddings | None = None) -> Tensor:
-    """C = ŝ₁·ŝ₂ for every pair [n, m]."""
+def plain_cosines(e: Embeddings, other: Embeddings | None = None) -> Tensor:
+    """C = ŝ₁·ŝ₂ for every pair [n, m]; 1 and without gradient for an image and itself."""
+    a, inverse_a, _ = e.direction
     if other is None:
-        return _SelfCosines.apply(e.unit)
-    a, b = e.unit, other.unit
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype) @ b.to(dtype).T
+        cos: Tensor = _SelfCosines.apply(a, inverse_a)
+        return cos
+    b, inverse_b, _ = other.direction
+    cos = _Cosines.apply(*_common(a, b), *_common(inverse_a, inverse_b))
+    return cos
 
 
-def pair_uncertainty(e: Embeddings, other: Embeddings | None = None) -> Tensor:
+def alphas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
+    """α = ‖ŝ₁ − ŝ₂‖ for every pair [n, m]."""
+    alpha: Tensor = _Alpha.apply(plain_cosines(e, other), _squares(e, other))
+    return alpha
+
+
+def betas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
     """β = ‖u₁ + u₂‖ for every pair: [n, m], or [n, 1] where the others are certain (u₂ = 0)."""
     if other is not None and other.uncertainty.shape[1] == 0:
-        return _level(e).unsqueeze(1)
+        return e.level.unsqueeze(1)
     if e.uncertainty.shape[1] == 0:
-        return _level(e if other is None else other).unsqueeze(0).expand(len(e), -1)
-    u = full_precision(e.uncertainty)
-    v = u if other is None else full_precision(other.uncertainty)
-    largest = float(torch.maximum(u.detach().abs().max(), v.detach().abs().max()))
-    if not math.isfinite(largest):
-        require_finite("uncertainty", u)
-        require_finite("uncertainty", v)
-    scale = largest if largest > 1e9 or 0 < largest < 1e-9 else 1.0  # squares must stay inside float32
-    if scale != 1.0:
-        u, v = u / scale, v / scale
-    dtype = torch.promote_types(u.dtype, v.dtype)
-    u, v = u.to(dtype), v.to(dtype)
-    own, others = u.square().sum(dim=1), v.square().sum(dim=1)
-    beta: Tensor = _Root.apply(torch.addmm(others, u, v.T, alpha=2.0) + own.unsqueeze(1))
+        return (e if other is None else other).level.expand(len(e), -1)
+    u, v, scale = _scaled(e, other)
+    beta: Tensor = _SelfBeta.apply(u) if other is None else _Beta.apply(u, v)
     return beta * scale if scale != 1.0 else beta
 
 
-def _level(e: Embeddings) -> Tensor:
-    """‖u‖ with the overflow and the NaN of the raw norm handled."""
-    level = e.level
-    if len(level) and not bool(torch.isfinite(level).all()):
-        u = full_precision(e.uncertainty)
+def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form) -> Tensor:
+    """Rule `similar`: D = α·e^(−x) or C' = 1 − (1 − C)·e^(−x), x = (β + γ)/(τα)."""
+    out: Tensor = _Soften.apply(plain_cosines(e, other), betas(e, other), _squares(e, other), tau, gamma, form)
+    return out
+
+
+def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors in the wider of their types."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return a.to(dtype), b.to(dtype)
+
+
+def _scaled(e: Embeddings, other: Embeddings | None) -> tuple[Tensor, Tensor, float]:
+    """u₁ and u₂ divided by a number that keeps their squares inside float32 (1, but for huge and tiny ones)."""
+    u = full_precision(e.uncertainty)
+    v = u if other is None else full_precision(other.uncertainty)
+    largest = max(float(x.detach().abs().max()) for x in ((u,) if other is None else (u, v)))
+    if not math.isfinite(largest):
         require_finite("uncertainty", u)
-        scale = float(u.detach().abs().max())
-        return torch.linalg.vector_norm(u / scale, dim=1) * scale
-    return level
+        require_finite("uncertainty", v)
+    u, v = _common(u, v)
+    if 1e-9 < largest < 1e9 or largest == 0:
+        return u, v, 1.0
+    return u / largest, v / largest, largest
 
 
-def _alpha_squared(cos: Tensor, e: Embeddings, other: Embeddings | None) -> Tensor:
-    """α² = ‖ŝ₁‖² + ‖ŝ₂‖² − 2C; the unit vectors' squares are 1, or 0 where there is no direction."""
-    a, b = e.unit, (e if other is None else other).unit
-    pointed_a, pointed_b = (a != 0).any(dim=1), (b != 0).any(dim=1)
-    if bool(pointed_a.all()) and bool(pointed_b.all()):
-        return 2.0 - 2.0 * cos
-    squares = pointed_a.to(cos.dtype).unsqueeze(1) + pointed_b.to(cos.dtype)
-    if other is None:
-        squares.fill_diagonal_(2.0)
-    return squares - 2.0 * cos
+def _squares(e: Embeddings, other: Embeddings | None) -> Tensor | float:
+    """‖ŝ₁‖² + ‖ŝ₂‖²: 2, less 1 for each vector that has no direction."""
+    right = e if other is None else other
+    if e.direction.pointless is None and right.direction.pointless is None:
+        return 2.0
+    rows, columns = ((x.direction.inverse_length > 0).to(x.direction.x.dtype) for x in (e, right))
+    squares = rows + columns.T
+    return squares.fill_diagonal_(2.0) if other is None else squares
 
 
-def _release(cos: Tensor, e: Embeddings, other: Embeddings | None) -> Tensor:
+def _release(e: Embeddings, other: Embeddings | None) -> Tensor:
     """What the authors released: û normalised, squared norms, γ = 4, proxies p as they are.
 
     C' = 1 − (1 − C)·exp(−(‖û₁ + û₂‖² + 4) / (5·‖ŝ − p‖²)). With û₂ = 0 the exponent is 1/‖ŝ − p‖² and u
     gets no gradient: it cannot learn. Kept for comparison only.
     """
-    own = Embeddings(e.semantic, unit_rows(e.uncertainty, "uncertainty").to(e.semantic.dtype))
+
+    def with_unit_uncertainty(x: Embeddings) -> Embeddings:
+        return Embeddings(full_precision(x.semantic), unit_rows(x.uncertainty, "uncertainty"))
+
+    cos = plain_cosines(e, other)
     if other is None:
         gap, partner = 2.0 - 2.0 * cos, None
     else:
-        raw = full_precision(other.semantic).to(cos.dtype)
-        gap = 1.0 + raw.square().sum(dim=1) - 2.0 * (e.unit.to(cos.dtype) @ raw.T)
-        partner = Embeddings(
-            other.semantic, unit_rows(other.uncertainty, "uncertainty").to(other.semantic.dtype)
-        )
-    exponent = (pair_uncertainty(own, partner).square() + _RELEASE_GAMMA) / (
-        _RELEASE_TAU * gap.clamp_min(1e-12)
-    )
-    return cos - (1.0 - cos) * torch.expm1(-exponent)
+        unit, raw = _common(e.unit, full_precision(other.semantic))
+        gap = 1.0 + raw.square().sum(dim=1) - 2.0 * (unit @ raw.T)
+        partner = with_unit_uncertainty(other)
+    beta_squared = betas(with_unit_uncertainty(e), partner).square()
+    return cos - (1.0 - cos) * torch.expm1(-(beta_squared + _RELEASE_GAMMA) / (_RELEASE_TAU * gap.clamp_min(_NO_GAP)))
 
 
 def _check(e: Embeddings, other: Embeddings | None) -> None:
@@ -205,71 +212,159 @@ def _check(e: Embeddings, other: Embeddings | None) -> None:
         raise ValueError(f"semantic sizes differ: {e.semantic.shape[1]} and {other.semantic.shape[1]}")
     widths = {w for w in (e.uncertainty.shape[1], other.uncertainty.shape[1]) if w}
     if len(widths) > 1:
-        raise ValueError(
-            f"uncertainty sizes differ: {e.uncertainty.shape[1]} and {other.uncertainty.shape[1]}"
-        )
+        raise ValueError(f"uncertainty sizes differ: {e.uncertainty.shape[1]} and {other.uncertainty.shape[1]}")
+
+
+class _Cosines(torch.autograd.Function):
+    """C = a·b/(‖a‖‖b‖), normalised after the product: cheaper than before it when there are many proxies b.
+
+    ∂L/∂a_i = (1/‖a_i‖)·(Σ_j G_ij·b̂_j − â_i·Σ_j G_ij·C_ij), and the same for b.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor) -> Tensor:
+        cos = (a @ b.T).mul_(inverse_a).mul_(inverse_b.T)
+        ctx.save_for_backward(a, b, inverse_a, inverse_b, cos)
+        return cos
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, inverse_a, inverse_b, cos = ctx.saved_tensors
+        product = grad * cos
+        scaled = (grad * inverse_a).mul_(inverse_b.T)
+        d_a = d_b = None
+        if ctx.needs_input_grad[0]:
+            d_a = (scaled @ b).addcmul_(a, product.sum(dim=1, keepdim=True) * inverse_a.square(), value=-1.0)
+        if ctx.needs_input_grad[1]:
+            d_b = (scaled.T @ a).addcmul_(b, product.sum(dim=0).unsqueeze(1) * inverse_b.square(), value=-1.0)
+        return d_a, d_b, None, None
 
 
 class _SelfCosines(torch.autograd.Function):
-    """ŝŝᵀ with ones on the diagonal and no gradient through it: an image says nothing about itself."""
+    """The same for a batch against itself: 1 on the diagonal and no gradient through it."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Tensor) -> Tensor:
-        ctx.save_for_backward(unit)
-        return (unit @ unit.T).fill_diagonal_(1.0)
+    def forward(ctx: Any, a: Tensor, inverse: Tensor) -> Tensor:
+        cos = (a @ a.T).mul_(inverse).mul_(inverse.T).fill_diagonal_(1.0)
+        ctx.save_for_backward(a, inverse, cos)
+        return cos
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        a, inverse, cos = ctx.saved_tensors
+        both = (grad + grad.T).fill_diagonal_(0.0)
+        radial = (both * cos).sum(dim=1, keepdim=True).mul_(inverse.square())
+        return (both.mul_(inverse).mul_(inverse.T) @ a).addcmul_(a, radial, value=-1.0), None
+
+
+class _Alpha(torch.autograd.Function):
+    """α = √(‖ŝ₁‖² + ‖ŝ₂‖² − 2C), ∂α/∂C = −1/α, and 0 where α = 0."""
+
+    @staticmethod
+    def forward(ctx: Any, cos: Tensor, squares: Tensor | float) -> Tensor:
+        alpha = (cos * -2.0).add_(squares).clamp_min_(0.0).sqrt_()
+        ctx.save_for_backward(alpha)
+        return alpha
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (alpha,) = ctx.saved_tensors
+        return (grad / alpha).neg_().masked_fill_(alpha == 0, 0.0), None
+
+
+class _Beta(torch.autograd.Function):
+    """β = √(‖u‖² + ‖v‖² + 2u·v), ∂L/∂u_i = Σ_j H_ij·(u_i + v_j) with H = G/β, and 0 where β = 0."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, v: Tensor) -> Tensor:
+        own, others = (torch.linalg.vector_norm(x, dim=1).square_() for x in (u, v))
+        beta = torch.addmm(others, u, v.T, alpha=2.0).add_(own.unsqueeze(1)).clamp_min_(0.0).sqrt_()
+        ctx.save_for_backward(u, v, beta)
+        return beta
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        u, v, beta = ctx.saved_tensors
+        share = (grad / beta).masked_fill_(beta == 0, 0.0)
+        d_u = (share @ v).addcmul_(u, share.sum(dim=1, keepdim=True))
+        return d_u, (share.T @ u).addcmul_(v, share.sum(dim=0).unsqueeze(1))
+
+
+class _SelfBeta(torch.autograd.Function):
+    """The same for a batch against itself, with one product less."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        beta = _Beta.forward(ctx, u, u)
+        ctx.save_for_backward(u, beta)
+        return beta
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (unit,) = ctx.saved_tensors
-        return (grad + grad.T).fill_diagonal_(0.0) @ unit
-
-
-class _Root(torch.autograd.Function):
-    """√x, 0 for x ≤ 0, with gradient 0 there instead of infinity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        root = x.clamp_min(0.0).sqrt_()
-        ctx.save_for_backward(root)
-        return root
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (root,) = ctx.saved_tensors
-        return (0.5 * grad).div_(root).masked_fill_(root == 0, 0.0)
+        u, beta = ctx.saved_tensors
+        share = (grad / beta).masked_fill_(beta == 0, 0.0)
+        share = share + share.T
+        d_u: Tensor = (share @ u).addcmul_(u, share.sum(dim=1, keepdim=True))
+        return d_u
 
 
 class _Soften(torch.autograd.Function):
-    """Rule `similar` as one step with its gradient written out, finite at α = 0.
+    """Rule `similar` as one step, with its gradient written out and finite at α = 0.
 
-    D  = α·e^(−x)                ∂D/∂α² = e^(−x)(1 + x)/(2α)             ∂D/∂β = −e^(−x)/τ
-    C' = C + (1−C)(1 − e^(−x))   ∂C'/∂C = e^(−x), ∂C'/∂α² = −(1−C)·e^(−x)·x/(2α²)   ∂C'/∂β = (1−C)·e^(−x)/(τα)
+    D  = α·e^(−x)          ∂D/∂C = −(1/α)·e^(−x)·(1 + x)      ∂D/∂β = −e^(−x)/τ
+    C' = C + (1 − C)(1 − e^(−x))    ∂C'/∂C = e^(−x)·(1 + x/2)    ∂C'/∂β = (1 − C)·e^(−x)/(τα)
+
+    Only C and β are kept for the gradient; the rest is computed again, block by block.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, cos: Tensor, alpha_squared: Tensor, beta: Tensor, tau: float, gamma: float, distance: bool
+        ctx: Any, cos: Tensor, beta: Tensor, squares: Tensor | float, tau: float, gamma: float, form: Form
     ) -> Tensor:
-        alpha = alpha_squared.clamp_min(0.0).sqrt_()
-        inverse = alpha.reciprocal().masked_fill_(alpha == 0, 0.0)
-        exponent = ((beta + gamma) * (-1.0 / tau)) * inverse  # −x
-        out = alpha.mul_(exponent.exp()) if distance else cos - (1.0 - cos).mul_(exponent.expm1())
-        ctx.save_for_backward(out if distance else cos, inverse, exponent)
-        ctx.tau, ctx.distance, ctx.row_beta = tau, distance, beta.shape != cos.shape
+        ctx.save_for_backward(cos, beta, squares if isinstance(squares, Tensor) else None)
+        ctx.tau, ctx.gamma, ctx.form = tau, gamma, form
+        out = torch.empty_like(cos)
+        for rows in _blocks(cos):
+            alpha, _, exponent = _parts(cos, beta, squares, tau, gamma, rows)
+            if form == "distance":
+                torch.mul(alpha, exponent.exp_(), out=out[rows])
+            else:
+                torch.addcmul(cos[rows], exponent.expm1_(), cos[rows] - 1.0, out=out[rows])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, inverse, exponent = ctx.saved_tensors
-        if ctx.distance:  # first = D
-            share = grad * first * inverse  # grad·e^(−x), and 0 at α = 0
-            d_cos, d_alpha_squared = None, (1.0 - exponent) * share * inverse * 0.5
-            d_beta = share * (-1.0 / ctx.tau)
-        else:  # first = C
-            d_cos = grad * exponent.exp()
-            share = (1.0 - first) * d_cos * inverse
-            d_alpha_squared = share * exponent * inverse * 0.5
-            d_beta = share * (1.0 / ctx.tau)
-        if ctx.row_beta:
-            d_beta = d_beta.sum(dim=1, keepdim=True)
-        return d_cos, d_alpha_squared, d_beta, None, None, None
+        cos, beta, squares = ctx.saved_tensors
+        d_cos, d_beta = torch.empty_like(cos), torch.empty_like(beta)
+        for rows in _blocks(cos):
+            alpha, inverse, exponent = _parts(cos, beta, 2.0 if squares is None else squares, ctx.tau, ctx.gamma, rows)
+            softened = exponent.exp().mul_(grad[rows])
+            if ctx.form == "distance":
+                toward_beta = softened.mul_(alpha.mul_(inverse))  # α·(1/α): 1, but 0 where α = 0
+                torch.mul(toward_beta, exponent.sub_(1.0).mul_(inverse), out=d_cos[rows])
+                sign = -1.0
+            else:
+                toward_beta = softened * (1.0 - cos[rows]).mul_(inverse)
+                torch.addcmul(softened, softened, exponent, value=-0.5, out=d_cos[rows])
+                sign = 1.0
+            if beta.shape == cos.shape:
+                torch.mul(toward_beta, sign / ctx.tau, out=d_beta[rows])
+            else:
+                torch.mul(toward_beta.sum(dim=1, keepdim=True), sign / ctx.tau, out=d_beta[rows])
+        return d_cos, d_beta, None, None, None, None
+
+
+def _blocks(cos: Tensor) -> list[slice]:
+    step = max(1, _BLOCK // cos.shape[1])
+    return [slice(i, i + step) for i in range(0, len(cos), step)]
+
+
+def _parts(
+    cos: Tensor, beta: Tensor, squares: Tensor | float, tau: float, gamma: float, rows: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """α, 1/α (0 where α = 0) and −x of a block of rows."""
+    base = squares[rows] if isinstance(squares, Tensor) else squares
+    alpha = (cos[rows] * -2.0).add_(base).clamp_min_(0.0).sqrt_()
+    inverse = alpha.reciprocal().masked_fill_(alpha == 0, 0.0)
+    uncertainty = beta[rows] + gamma if gamma else beta[rows]
+    return alpha, inverse, (uncertainty * inverse).mul_(-1.0 / tau)

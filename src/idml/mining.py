@@ -22,9 +22,7 @@ def semihard(distances: Tensor, matches: Tensor, margin: float) -> tuple[Tensor,
     per_positive = (stop - start).clamp_min_(0) * positive
     used = (per_positive > 0).to(start.dtype)
     steps = torch.zeros(len(distances), distances.shape[1] + 1, dtype=start.dtype, device=start.device)
-    steps.scatter_add_(1, start, used).scatter_add_(
-        1, stop, -used
-    )  # +1 where a range begins, −1 where it ends
+    steps.scatter_add_(1, start, used).scatter_add_(1, stop, -used)  # +1 where a range begins, −1 where it ends
     per_negative = torch.zeros_like(start).scatter_(1, order, steps.cumsum(dim=1)[:, :-1])
     return (per_positive - per_negative).to(distances.dtype), per_positive.sum()
 
@@ -40,8 +38,8 @@ def multi_similarity(cosines: Tensor, matches: Tensor, epsilon: float) -> tuple[
     hardest_negative = cosines.masked_fill(~negative, -torch.inf).amax(dim=1, keepdim=True)
     hardest_positive = cosines.masked_fill(~positive, torch.inf).amin(dim=1, keepdim=True)
     return (
-        positive & (cosines - epsilon < hardest_negative),
-        negative & (cosines + epsilon > hardest_positive),
+        positive.logical_and_(cosines < hardest_negative + epsilon),
+        negative.logical_and_(cosines > hardest_positive - epsilon),
     )
 
 
@@ -72,9 +70,7 @@ def distance_weighted(
     d = distances.clamp(closest, farthest)
     weight = log_inverse_density(d, dim).masked_fill(~reachable, -torch.inf)
     has_negative = reachable.any(dim=1)
-    weight = (
-        weight - weight.amax(dim=1, keepdim=True)
-    ).exp_()  # NaN where there is no negative: not drawn from
+    weight = (weight - weight.amax(dim=1, keepdim=True)).exp_()  # NaN where there is no negative: not drawn from
     wanted = positive.sum(dim=1) * has_negative
     most = int(wanted.max()) if len(wanted) else 0
     if most == 0:

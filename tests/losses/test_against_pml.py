@@ -39,9 +39,7 @@ def batch(images, classes, seed):
     g = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (images,), generator=g)
     centres = torch.randn(classes, DIM, generator=g)
-    x = (centres[labels] + 0.9 * torch.randn(images, DIM, generator=g)) * (
-        0.5 + 3 * torch.rand(images, 1, generator=g)
-    )
+    x = (centres[labels] + 0.9 * torch.randn(images, DIM, generator=g)) * (0.5 + 3 * torch.rand(images, 1, generator=g))
     return x.requires_grad_(), labels
 
 

@@ -35,9 +35,7 @@ class MetricLoss(nn.Module):
         super().__init__()
         self.metric = IntrospectiveMetric() if metric is None else metric
         if self.metric.rule == "strict":
-            raise ValueError(
-                "rule 'strict' is for analysis only: u gets no gradient, so it cannot be trained"
-            )
+            raise ValueError("rule 'strict' is for analysis only: u gets no gradient, so it cannot be trained")
         self._require_form()
         for name, count in (("num_classes", num_classes), ("embedding_dim", embedding_dim)):
             if count is not None and (not isinstance(count, int) or count < 1):
@@ -46,9 +44,7 @@ class MetricLoss(nn.Module):
         self.parameters_of_loss = {**self._defaults(), **parameters}
         unknown = [name for name in parameters if name not in self._defaults()]
         if unknown:
-            raise ValueError(
-                unknown_name("parameter", unknown[0], self._defaults(), f" of {type(self).__name__}")
-            )
+            raise ValueError(unknown_name("parameter", unknown[0], self._defaults(), f" of {type(self).__name__}"))
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
@@ -66,9 +62,7 @@ class MetricLoss(nn.Module):
     def _pairs(self, e: Embeddings, other: Embeddings | None = None) -> Tensor:
         return self.metric.distances(e, other) if self.form == "distance" else self.metric.cosines(e, other)
 
-    def _checked(
-        self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor
-    ) -> tuple[Embeddings, LabelSets]:
+    def _checked(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor) -> tuple[Embeddings, LabelSets]:
         if isinstance(embeddings, Tensor):
             if self.metric.rule != "off":
                 raise ValueError(
@@ -84,9 +78,7 @@ class MetricLoss(nn.Module):
         if len(embeddings) != len(sets):
             raise ValueError(f"{len(embeddings)} embeddings but {len(sets)} labels")
         if embeddings.semantic.device != sets.ids.device:
-            raise ValueError(
-                f"embeddings are on {embeddings.semantic.device} but labels are on {sets.ids.device}"
-            )
+            raise ValueError(f"embeddings are on {embeddings.semantic.device} but labels are on {sets.ids.device}")
         if self.embedding_dim is not None and embeddings.semantic.shape[1] != self.embedding_dim:
             raise ValueError(
                 f"embeddings are {embeddings.semantic.shape[1]}-d, the loss expects {self.embedding_dim}-d"
@@ -97,17 +89,13 @@ class MetricLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """The loss's parameters, for printing."""
-        return ", ".join(
-            [f"metric={self.metric}", *(f"{k}={v!r}" for k, v in self.parameters_of_loss.items())]
-        )
+        return ", ".join([f"metric={self.metric}", *(f"{k}={v!r}" for k, v in self.parameters_of_loss.items())])
 
 
 class PairLoss(MetricLoss):
     """A loss over the pairs of a batch."""
 
-    def forward(
-        self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None
-    ) -> Tensor:
+    def forward(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
         """The loss of a batch, a scalar; ``seed`` fixes the random choices of losses that make any."""
         e, sets = self._checked(embeddings, labels)
         return self._loss(self._pairs(e), sets.matches(), e.semantic.shape[1], seed)
@@ -143,15 +131,11 @@ class ProxyLoss(MetricLoss):
             small = 0.05 / embedding_dim**0.5  # ‖u‖ ≈ 0.05, as the images start
             self.proxy_uncertainty = nn.Parameter(torch.randn(count, embedding_dim) * small)
 
-    def forward(
-        self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None
-    ) -> Tensor:
+    def forward(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
         """The loss of a batch, a scalar; proxy losses draw nothing, so ``seed`` changes nothing."""
         e, sets = self._checked(embeddings, labels)
         if self.proxies.device != e.semantic.device:
-            raise ValueError(
-                f"the proxies are on {self.proxies.device} but embeddings are on {e.semantic.device}"
-            )
+            raise ValueError(f"the proxies are on {self.proxies.device} but embeddings are on {e.semantic.device}")
         assert self.num_classes is not None
         pairs = self._pairs(e, self.proxy_embeddings())
         return type(self).function(pairs, sets.in_classes(self.num_classes), **self.parameters_of_loss)
@@ -166,13 +150,9 @@ class ProxyLoss(MetricLoss):
 def require_pairs(pairs: Tensor, matches: Tensor, square: bool = False) -> None:
     """Raise ``ValueError`` unless ``matches`` is a bool mask of the pair matrix (square: batch against itself)."""
     if pairs.ndim != 2 or not pairs.is_floating_point():
-        raise ValueError(
-            f"the pair matrix must be a floating-point [n, m], got {pairs.dtype} {list(pairs.shape)}"
-        )
+        raise ValueError(f"the pair matrix must be a floating-point [n, m], got {pairs.dtype} {list(pairs.shape)}")
     if matches.dtype != torch.bool or matches.shape != pairs.shape:
-        raise ValueError(
-            f"matches must be bool {list(pairs.shape)}, got {matches.dtype} {list(matches.shape)}"
-        )
+        raise ValueError(f"matches must be bool {list(pairs.shape)}, got {matches.dtype} {list(matches.shape)}")
     if square and pairs.shape[0] != pairs.shape[1]:
         raise ValueError(f"a batch against itself has a square pair matrix, got {list(pairs.shape)}")
     if pairs.device != matches.device:

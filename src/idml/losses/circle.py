@@ -19,7 +19,7 @@ def circle(cosines: Tensor, matches: Tensor, *, relaxation: float = 0.4, scale: 
     pace = cosines.detach()
     pull = -scale * (1.0 + relaxation - pace).relu() * (cosines - (1.0 - relaxation))
     push = scale * (pace + relaxation).relu() * (cosines - relaxation)
-    return mean_of_nonzero(softplus(log_sum_exp(pull, positive, dim=1) + log_sum_exp(push, negative, dim=1)))
+    return mean_of_nonzero(softplus(log_sum_exp(pull, 1, mask=positive) + log_sum_exp(push, 1, mask=negative)))
 
 
 class Circle(PairLoss):

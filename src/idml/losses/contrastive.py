@@ -4,7 +4,6 @@ from torch import Tensor
 
 from idml.labels import pair_masks
 from idml.losses.base import PairLoss, require_pairs
-from idml.losses.reduce import mean_of_nonzero
 
 
 def contrastive(
@@ -20,9 +19,12 @@ def contrastive(
     """
     require_pairs(distances, matches, square=True)
     positive, negative = pair_masks(matches)
-    pull = mean_of_nonzero((distances - positive_margin).relu() * positive)
-    push = mean_of_nonzero((negative_margin - distances).relu() * negative)
-    return pull + push
+    pulled = positive.logical_and_(distances.detach() > positive_margin)
+    pushed = negative.logical_and_(distances.detach() < negative_margin)
+    pulls, pushes = pulled.sum(), pushed.sum()
+    # linear in D once the active pairs are known: each counts 1/number of its kind
+    weight = pulled.to(distances.dtype).div_(pulls.clamp_min(1)).sub_(pushed / pushes.clamp_min(1))
+    return (weight * distances).sum() - positive_margin * (pulls > 0) + negative_margin * (pushes > 0)
 
 
 class Contrastive(PairLoss):

@@ -26,9 +26,7 @@ def fast_ap(distances: Tensor, matches: Tensor, *, bins: int = 10) -> Tensor:
     def histogram(mask: Tensor) -> Tensor:
         count = mask.to(distances.dtype)
         empty = torch.zeros(len(distances), bins + 1, dtype=distances.dtype, device=distances.device)
-        return empty.scatter_add(1, index, (1.0 - upper_share) * count).scatter_add(
-            1, index + 1, upper_share * count
-        )
+        return empty.scatter_add(1, index, (1.0 - upper_share) * count).scatter_add(1, index + 1, upper_share * count)
 
     hits, misses = histogram(positive), histogram(negative)
     cumulative_hits = hits.cumsum(dim=1)

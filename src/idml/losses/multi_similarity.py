@@ -23,9 +23,8 @@ def multi_similarity(
     """
     require_pairs(cosines, matches, square=True)
     positive, negative = mining.multi_similarity(cosines.detach(), matches, epsilon)
-    shifted = cosines - base
-    pull = softplus(log_sum_exp(-alpha * shifted, positive, dim=1)) / alpha
-    push = softplus(log_sum_exp(beta * shifted, negative, dim=1)) / beta
+    pull = softplus(log_sum_exp(cosines, 1, scale=-alpha, mask=positive) + alpha * base) / alpha
+    push = softplus(log_sum_exp(cosines, 1, scale=beta, mask=negative) - beta * base) / beta
     return (pull + push).mean()
 
 

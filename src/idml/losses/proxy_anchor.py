@@ -15,8 +15,9 @@ def proxy_anchor(cosines: Tensor, matches: Tensor, *, alpha: float = 32.0, margi
     """
     require_pairs(cosines, matches)
     present = matches.any(dim=0).nonzero().squeeze(1)
-    pull = softplus(log_sum_exp(-alpha * (cosines[:, present] - margin), matches[:, present], dim=0))
-    push = softplus(log_sum_exp(alpha * (cosines + margin), ~matches, dim=0))
+    near = log_sum_exp(cosines[:, present], 0, scale=-alpha, mask=matches[:, present])
+    far = log_sum_exp(cosines, 0, scale=alpha, mask=~matches)
+    pull, push = softplus(near + alpha * margin), softplus(far + alpha * margin)
     return pull.sum() / max(len(present), 1) + push.mean()
 
 

@@ -9,7 +9,7 @@ from idml.losses.reduce import log_share_of_matches
 def proxy_nca(distances: Tensor, matches: Tensor, *, scale: float = 32.0) -> Tensor:
     """mean_i −log( Σ over the set's proxies e^(−scale·D²) / Σ over all proxies e^(−scale·D²) )."""
     require_pairs(distances, matches)
-    return -log_share_of_matches(-scale * distances.square(), matches).mean()
+    return -log_share_of_matches(distances.square(), matches, scale=-scale).mean()
 
 
 class ProxyNCA(ProxyLoss):

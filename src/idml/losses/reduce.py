@@ -1,5 +1,7 @@
 """Sums that several losses share."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,18 +11,45 @@ def mean_of_nonzero(values: Tensor) -> Tensor:
     return values.sum() / (values.detach() > 0).sum().clamp_min(1)
 
 
-def log_sum_exp(values: Tensor, mask: Tensor, dim: int) -> Tensor:
-    """log Σ e^v over the masked-in values along ``dim``, −∞ and without gradient where there are none."""
-    empty = ~mask.any(dim=dim)
-    filled = values.masked_fill(~mask, -torch.inf).masked_fill(empty.unsqueeze(dim), 0.0)
-    return torch.logsumexp(filled, dim=dim).masked_fill(empty, -torch.inf)
+def log_sum_exp(values: Tensor, dim: int, *, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    """log Σ e^(scale·v) along ``dim``, over the values that ``mask`` keeps.
+
+    Where it keeps none the result is a very large negative number, whose softplus and gradient are 0.
+    """
+    out: Tensor = _LogSumExp.apply(values, dim, scale, mask)
+    return out
 
 
-def log_share_of_matches(logits: Tensor, matches: Tensor) -> Tensor:
-    """log(Σ over the matches e^z / Σ over all e^z) for each row [n]; every row needs a match."""
+def log_share_of_matches(values: Tensor, matches: Tensor, *, scale: float) -> Tensor:
+    """log(Σ over the matches e^(scale·v) / Σ over all e^(scale·v)) for each row [n]; every row needs a match."""
     rows, columns = matches.nonzero(as_tuple=True)
-    chosen = logits[rows, columns]
-    top = torch.full((len(logits),), -torch.inf, dtype=logits.dtype, device=logits.device)
+    if len(rows.unique_consecutive()) < len(matches):
+        raise ValueError("an image matches none of the proxies")
+    chosen = values[rows, columns] * scale
+    if len(rows) == len(matches):  # plain labels: one match a row
+        return chosen - log_sum_exp(values, 1, scale=scale)
+    top = torch.full((len(values),), -torch.inf, dtype=values.dtype, device=values.device)
     top = top.scatter_reduce(0, rows, chosen.detach(), "amax")
     sums = torch.zeros_like(top).index_add(0, rows, (chosen - top[rows]).exp())
-    return sums.log() + top - logits.logsumexp(dim=1)
+    return sums.log() + top - log_sum_exp(values, 1, scale=scale)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """The scaling, the mask and the sum as one step: one matrix is kept instead of five."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int, scale: float, mask: Tensor | None) -> Tensor:
+        scaled = values * scale
+        if mask is not None:
+            scaled.masked_fill_(~mask, torch.finfo(values.dtype).min / 4)
+        top = scaled.amax(dim=dim, keepdim=True)
+        exponentials = scaled.sub_(top).exp_()
+        sums = exponentials.sum(dim=dim, keepdim=True)
+        ctx.save_for_backward(exponentials, sums)
+        ctx.dim, ctx.scale = dim, scale
+        return sums.log().add_(top).squeeze(dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        exponentials, sums = ctx.saved_tensors
+        return exponentials * (grad.unsqueeze(ctx.dim) * ctx.scale / sums), None, None, None

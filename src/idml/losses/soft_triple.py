@@ -1,5 +1,8 @@
 """SoftTriple (Qian et al., 2019), without the regulariser that merges centres."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from idml.losses.base import ProxyLoss, require_pairs
@@ -25,10 +28,42 @@ def soft_triple(
         raise ValueError(
             f"{cosines.shape[1]} centres do not divide into {matches.shape[1]} classes of {centers_per_class}"
         )
-    centers = cosines.view(len(cosines), -1, centers_per_class)
-    similarity = ((centers / entropy).softmax(dim=2) * centers).sum(dim=2)
+    if not entropy > 0:
+        raise ValueError(f"entropy must be positive, got {entropy}")
+    similarity: Tensor = _Relaxed.apply(cosines.view(len(cosines), -1, centers_per_class), 1.0 / entropy)
     require_pairs(similarity, matches)
-    return -log_share_of_matches(scale * (similarity - margin * matches), matches).mean()
+    return -log_share_of_matches(similarity - margin * matches, matches, scale=scale).mean()
+
+
+class _Relaxed(torch.autograd.Function):
+    """S = Σ_k p_k·c_k with p = softmax(c/γ), ∂S/∂c_k = p_k·(1 + (c_k − S)/γ), a few images at a time.
+
+    The centres are many: nothing of their number is kept but the cosines themselves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, centers: Tensor, sharpness: float) -> Tensor:
+        out = torch.empty(centers.shape[:2], dtype=centers.dtype, device=centers.device)
+        for c, s in zip(*_split(centers, out), strict=True):
+            torch.sum((c * sharpness).softmax(dim=2).mul_(c), dim=2, out=s)
+        ctx.save_for_backward(centers, out)
+        ctx.sharpness = sharpness
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        centers, out = ctx.saved_tensors
+        d_centers = torch.empty_like(centers)
+        for c, s, g, d in zip(*_split(centers, out.unsqueeze(2), grad.unsqueeze(2), d_centers), strict=True):
+            slope = (c - s).mul_(ctx.sharpness).add_(1.0).mul_(g)
+            torch.mul(slope, (c * ctx.sharpness).softmax(dim=2), out=d)
+        return d_centers, None
+
+
+def _split(centers: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Blocks of images whose centres fit into the cache."""
+    images = max(1, (1 << 17) // centers[0].numel())
+    return [x.split(images) for x in (centers, *others)]
 
 
 class SoftTriple(ProxyLoss):

@@ -12,7 +12,7 @@ def softmax(cosines: Tensor, matches: Tensor, *, scale: float = 20.0) -> Tensor:
     The paper's J_s has the negatives alone below the line, which has no lower bound.
     """
     require_pairs(cosines, matches)
-    return -log_share_of_matches(scale * cosines, matches).mean()
+    return -log_share_of_matches(cosines, matches, scale=scale).mean()
 
 
 class Softmax(ProxyLoss):
