@@ -3,9 +3,9 @@
     python benchmarks/loss_step.py [--repeats 15] [--json]
 
 240 images, 512-d, four images a class, 100 and 11,318 classes. ``off`` is our plain loss, ``metric`` the
-introspective one; each is timed in turn, and the ratios are medians of paired rounds. ``largest`` is the largest tensor any step makes,
-in units of the pair matrix; ``peak`` the most memory that was held at once above the inputs. The last lines
-compare with a whole training step of the lite0 trunk on the same 240 images.
+introspective one; each is timed in turn, and the ratios are medians of paired rounds. ``largest`` is the largest
+tensor any step makes, in units of the pair matrix; ``peak`` the most memory that was held at once above the inputs.
+The last lines compare with a whole training step of the lite0 trunk on the same 240 images.
 """
 
 import argparse

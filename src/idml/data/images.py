@@ -1,0 +1,63 @@
+"""One way to decode an image. Images are hostile input: known formats, bounded size, no trust in names."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_PIXELS = 64_000_000
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+
+
+def read_image(path: str | Path, *, min_side: int | None = None) -> Image.Image:
+    """The image as RGB: turned as its EXIF says, transparency on white, 16-bit grey scaled, the first frame.
+
+    ``min_side`` lets a JPEG be decoded at reduced size, never below that many pixels on its shorter side. What
+    cannot be read raises ``ValueError`` with the file's name.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own, smaller limit follows
+            with Image.open(path, formats=FORMATS) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise ValueError(f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
+                if min_side is not None and image.format == "JPEG":
+                    image.draft("RGB", (min_side, min_side))
+                image.load()
+                return _as_rgb(ImageOps.exif_transpose(image))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no image {path}") from None
+    except Exception as error:  # decoders raise whatever they like
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"cannot read the image {path}: {reason}") from error
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _DEEP:
+        values = np.asarray(image, dtype=np.float64)
+        full = 1.0 if image.mode == "F" and values.max(initial=0.0) <= 1.0 else 65535.0
+        grey = (np.nan_to_num(values) / full * 255).clip(0, 255).round().astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def load_square(path: str | Path, size: int, *, grey: bool = False) -> Tensor:
+    """The image as uint8 [3, size, size] (or [1, …]): shorter side to size·256/224, then the centre, as for testing."""
+    side = round(size * 256 / 224)
+    image = read_image(path, min_side=side)
+    scale = side / min(image.size)
+    width, height = (max(side, round(length * scale)) for length in image.size)
+    if max(width, height) > 64 * side:
+        raise ValueError(f"cannot use the image {path}: {image.width}×{image.height} is too narrow")
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - size) // 2, (height - size) // 2
+    image = image.crop((left, top, left + size, top + size)).convert("L" if grey else "RGB")
+    pixels = torch.from_numpy(np.array(image))
+    return pixels.unsqueeze(0) if grey else pixels.permute(2, 0, 1).contiguous()

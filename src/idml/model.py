@@ -1,0 +1,241 @@
+"""The model: a trunk and two linear heads, y = {s, u}; saved as one safetensors file that carries its configuration."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from idml.embeddings import Embeddings, full_precision
+from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
+from idml.trunks import PACKAGED, build_trunk
+
+START_LEVEL = 0.05  # mean ‖u‖ of the first batch
+FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything needed to build a model again, but its weights."""
+
+    trunk: str = PACKAGED
+    embedding_dim: int = 512
+    uncertainty: Literal["introspective", "gaussian"] = "introspective"
+    """What the second head gives: u of the paper, or the σ of the PEL baseline."""
+    bound: float | None = None
+    """Squash ‖u‖ below this, keeping its direction; None leaves u free."""
+    detach: bool = False
+    """Whether the uncertainty head reads the features without sending gradient back into the trunk."""
+    in_chans: int = 3
+    image_size: int | None = None
+    """Pixels; None takes what the trunk was made for."""
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_dim", "in_chans", "image_size"):
+            value = getattr(self, name)
+            if not (value is None and name == "image_size") and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        if self.uncertainty not in ("introspective", "gaussian"):
+            raise ValueError(f"uncertainty must be 'introspective' or 'gaussian', got {self.uncertainty!r}")
+        if self.bound is not None and not self.bound > 0:
+            raise ValueError(f"bound must be positive, got {self.bound!r}")
+        if self.bound is not None and self.uncertainty == "gaussian":
+            raise ValueError("bound goes with uncertainty='introspective'; the Gaussian head has its own limits")
+
+
+def squash(u: Tensor, bound: float) -> Tensor:
+    """u·b·tanh(‖u‖/b)/‖u‖: the length pressed below ``bound``, the direction and zero kept."""
+    level: Tensor = torch.linalg.vector_norm(u, dim=1, keepdim=True).clamp_min(1e-12)
+    return u * (bound * (level / bound).tanh() / level)
+
+
+class UncertaintyHead(nn.Module):
+    """The linear map to u (raw, never normalised), or to σ.
+
+    It starts small whatever the scale of the trunk's features: the first batch it sees rescales its weights once
+    so that the mean of ‖W·features‖ is 0.05. Training then begins at the plain metric. (For σ: log σ² begins at −12.)
+    """
+
+    started: Tensor
+
+    def __init__(self, width: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, config.embedding_dim)
+        nn.init.constant_(self.linear.bias, LOG_VARIANCE_START if config.uncertainty == "gaussian" else 0.0)
+        self.register_buffer("started", torch.tensor(False))
+        self._known_started = False  # the same for Python, so that a GPU is not asked at every step
+        self.gaussian, self.bound, self.detach = config.uncertainty == "gaussian", config.bound, config.detach
+
+    def forward(self, features: Tensor) -> Tensor:
+        """u or σ for each row of features [n, dim]."""
+        if self.detach:
+            features = features.detach()
+        if not self._known_started:
+            if not bool(self.started):
+                self._start(features)
+            self._known_started = bool(self.started)
+        out: Tensor = full_precision(self.linear(features))
+        if self.gaussian:
+            return standard_deviation(out)
+        return out if self.bound is None else squash(out, self.bound)
+
+    @torch.no_grad()
+    def _start(self, features: Tensor) -> None:
+        raw = full_precision(nn.functional.linear(features, self.linear.weight.to(features.dtype)))
+        level = torch.linalg.vector_norm(raw, dim=1).mean()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(level)  # every process sees its share of the batch
+            level = level / torch.distributed.get_world_size()
+        if bool(torch.isfinite(level)) and float(level) > 0:
+            self.linear.weight.mul_(START_LEVEL / level)
+            self.started.fill_(True)
+
+
+class Model(nn.Module):
+    """Images to `Embeddings`. Images are uint8, or floats in [0, 1]; the model normalises them itself."""
+
+    def __init__(self, config: ModelConfig, *, pretrained: bool = False) -> None:
+        super().__init__()
+        self.trunk = build_trunk(
+            config.trunk, pretrained=pretrained, in_chans=config.in_chans, image_size=config.image_size
+        )
+        self.config = dataclasses.replace(config, image_size=self.trunk.image_size)
+        self.semantic = nn.Linear(self.trunk.width, config.embedding_dim)
+        self.uncertainty = UncertaintyHead(self.trunk.width, config)
+
+    def forward(self, images: Tensor) -> Embeddings:
+        """The embeddings of a batch of images [n, c, h, w]."""
+        return self.heads(self.features(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        """The trunk's pooled features [n, width]."""
+        if images.ndim != 4 or images.shape[1] != self.config.in_chans:
+            raise ValueError(f"images must be [n, {self.config.in_chans}, height, width], got {list(images.shape)}")
+        if len(images) == 0:
+            raise ValueError("the batch is empty: there is no image to embed")
+        if images.dtype == torch.uint8:
+            images = images / 255
+        elif not images.is_floating_point():
+            raise ValueError(f"images must be uint8 or floats in [0, 1], got {images.dtype}")
+        out: Tensor = self.trunk(images)
+        return out
+
+    def heads(self, features: Tensor) -> Embeddings:
+        """The embeddings of given features [n, width]."""
+        return Embeddings(full_precision(self.semantic(features)), self.uncertainty(features))
+
+    @torch.no_grad()
+    def embed(self, images: "Tensor | str | Path | Sequence[str | Path]", *, batch_size: int = 64) -> Embeddings:
+        """The embeddings of images (a tensor) or of image files (paths), on the CPU, as the test protocol sees them.
+
+        Files are decoded, resized and cropped in the centre to the model's image size.
+        """
+        if isinstance(images, str | Path):
+            images = [images]
+        if len(images) == 0:
+            raise ValueError("there is no image to embed")
+        training, device = self.training, self.semantic.weight.device
+        self.eval()
+        try:
+            parts = [self(batch.to(device)).to("cpu") for batch in self._batches(images, batch_size)]
+        finally:
+            self.train(training)
+        return Embeddings.cat(parts)
+
+    def _batches(self, images: Tensor | Sequence[str | Path], size: int) -> Iterator[Tensor]:
+        from idml.data.images import load_square
+
+        for start in range(0, len(images), size):
+            part = images[start : start + size]
+            if isinstance(part, Tensor):
+                yield part
+            else:
+                grey = self.config.in_chans == 1
+                yield torch.stack([load_square(path, self.trunk.image_size, grey=grey) for path in part])
+
+
+def build_model(trunk: str = PACKAGED, *, pretrained: bool = True, **config: Any) -> Model:
+    """A new model; ``config`` are the other fields of `ModelConfig`. ``conv4`` always starts from random weights.
+
+    >>> model = build_model("conv4", embedding_dim=8)
+    >>> model(torch.rand(3, 3, 28, 28))
+    Embeddings(3 images, semantic 8-d, uncertainty 8-d, torch.float32, cpu)
+    """
+    known = {f.name for f in dataclasses.fields(ModelConfig)}
+    unknown = sorted(set(config) - known)
+    if unknown:
+        from idml.losses.base import unknown_name
+
+        raise ValueError(unknown_name("model option", unknown[0], sorted(known)))
+    return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained and trunk != "conv4")
+
+
+def save_model(model: Model, run: str | Path) -> Path:
+    """Write ``run``/model.safetensors, weights and configuration in one file, under a temporary name first."""
+    from safetensors.torch import save
+
+    folder = Path(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = save(
+        {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()},
+        metadata={"format": "pt", "idml": json.dumps(dataclasses.asdict(model.config))},
+    )
+    path, temporary = folder / FILE, folder / f".{FILE}.{os.getpid()}"
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def load_model(run: str | Path) -> Model:
+    """The model saved in the folder ``run`` (or in a file), ready for use. Only safetensors files are read."""
+    path = Path(run)
+    path = path / FILE if path.is_dir() else path
+    config, tensors = _read(path)
+    model = Model(config)
+    expected = model.state_dict()
+    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing:
+        raise ValueError(f"{path}: {len(missing)} of {len(expected)} tensors are missing (first: {missing[0]})")
+    if unknown:
+        raise ValueError(f"{path}: {len(unknown)} tensors do not belong to this model (first: {unknown[0]})")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{path}: {name} has shape {list(tensor.shape)}, the model needs {list(expected[name].shape)}"
+            )
+    model.load_state_dict(tensors)
+    return model.eval()
+
+
+def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no model at {path}; a run directory holds a {FILE}")
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head == b"PK" or head[:1] == b"\x80":
+        raise ValueError(f"{path} is a pickle (torch.save) file; idml reads only safetensors, which cannot run code")
+    try:
+        with safe_open(path, framework="pt") as file:
+            description = (file.metadata() or {}).get("idml")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a sound safetensors file ({error})") from None
+    if description is None:
+        raise ValueError(f"{path} holds no idml model configuration; it was not written by idml")
+    try:
+        return ModelConfig(**json.loads(description)), tensors
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a model configuration that this version cannot read ({error})") from None

