@@ -69,15 +69,14 @@ def distance_weighted(
     reachable = negative & (distances <= farthest)
     d = distances.clamp(closest, farthest)
     weight = log_inverse_density(d, dim).masked_fill(~reachable, -torch.inf)
-    has_negative = reachable.any(dim=1)
     weight = (weight - weight.amax(dim=1, keepdim=True)).exp_()  # NaN where there is no negative: not drawn from
-    wanted = positive.sum(dim=1) * has_negative
+    wanted = positive.sum(dim=1) * reachable.any(dim=1)
     most = int(wanted.max()) if len(wanted) else 0
     if most == 0:
         none = torch.empty(0, dtype=torch.long, device=distances.device)
         return none, none
     generator = None if seed is None else torch.Generator(distances.device).manual_seed(seed)
-    rows = has_negative.nonzero().squeeze(1)
+    rows = wanted.nonzero().squeeze(1)
     drawn = torch.multinomial(weight[rows], most, replacement=True, generator=generator)
     keep = torch.arange(most, device=drawn.device) < wanted[rows].unsqueeze(1)
     return rows.unsqueeze(1).expand_as(drawn)[keep], drawn[keep]
