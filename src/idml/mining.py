@@ -24,7 +24,7 @@ def semihard(distances: Tensor, matches: Tensor, margin: float) -> tuple[Tensor,
     steps = torch.zeros(len(distances), distances.shape[1] + 1, dtype=start.dtype, device=start.device)
     steps.scatter_add_(1, start, used).scatter_add_(1, stop, -used)  # +1 where a range begins, −1 where it ends
     per_negative = torch.zeros_like(start).scatter_(1, order, steps.cumsum(dim=1)[:, :-1])
-    return (per_positive - per_negative).to(distances.dtype), per_positive.sum()
+    return (per_positive - per_negative).to(distances.dtype), per_positive.sum(dtype=distances.dtype)
 
 
 @torch.no_grad()

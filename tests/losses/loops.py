@@ -141,12 +141,13 @@ def fast_ap(d, sets, bins=10):
         mine = positives(i, sets)
         if not mine:
             continue
+        squares = {j: d[i][j] ** 2 for j in range(len(sets)) if j != i}
         hits, all_seen = [], []
         for b in range(bins + 1):
             shares = {}
-            for j in range(len(sets)):
-                if j != i and abs(d[i][j].item() ** 2 - b * width) < width:
-                    shares[j] = 1 - abs(d[i][j] ** 2 - b * width) / width
+            for j, square in squares.items():
+                if abs(square.item() - b * width) < width:
+                    shares[j] = 1 - abs(square - b * width) / width
             hits.append(sum(share for j, share in shares.items() if j in mine))
             all_seen.append(sum(shares.values()))
         total = 0

@@ -17,6 +17,7 @@ CASES = [
     for rule, gamma in [("off", 0.0), ("similar", 0.0), ("similar", 0.7), ("dissimilar", 0.0), ("dissimilar", 0.7)]
     if rule != "dissimilar" or kind.form == "cosine"
 ]
+SOFTPLUS = ("multi_similarity", "proxy_anchor", "circle")  # torch's softplus(x) is x from 20 on: off by up to 2e-9
 OTHER_PARAMETERS = {
     "triplet_semihard": {"margin": 0.25},
     "proxy_nca": {"scale": 5.0},
@@ -73,7 +74,7 @@ def looped_pairs(metric, form, s, u, t=None, v=None):
     return loops.table(value, metric.tau, metric.gamma, list(zip(s, u, strict=True)), others)
 
 
-def assert_same(ours, expected, inputs, tolerance=1e-8):
+def assert_same(ours, expected, inputs, tolerance=1e-10):
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
     got = torch.autograd.grad(ours.sum(), inputs, allow_unused=True)
     wanted = torch.autograd.grad(expected.sum(), inputs, allow_unused=True)
@@ -93,7 +94,7 @@ def check(name, metric, kind, proxy_options=None, **parameters):
         parameters["sampled"] = list(zip(*(x.tolist() for x in drawn), strict=True))
     proxies = (loss.proxies, loss.proxy_uncertainty) if name in PROXY else ()
     expected = getattr(loops, name)(looped_pairs(metric, loss.form, s, u, *proxies), sets, **parameters)
-    gradients = assert_same(ours, expected, [s, u, *loss.parameters()])
+    gradients = assert_same(ours, expected, [s, u, *loss.parameters()], 1e-8 if name in SOFTPLUS else 1e-10)
     assert gradients[0].abs().max() > 1e-3
     return gradients
 
@@ -163,7 +164,7 @@ def test_sets_of_one_label_are_plain_labels(name, rule):
 FORMS = [("similar", "distance"), ("similar", "cosine"), ("dissimilar", "cosine"), ("strict", "distance")]
 METRICS = [
     *(("off", form, 5.0, 0.0) for form in ("distance", "cosine")),
-    *((*rule, tau, gamma) for rule in FORMS for tau, gamma in [(5.0, 0.0), (5.0, 0.7), (2.0, 0.3)]),
+    *((*rule, tau, gamma) for rule in FORMS for tau, gamma in [(5.0, 0.0), (2.0, 0.7)]),
     ("release", "cosine", 5.0, 4.0),
 ]
 
@@ -184,6 +185,6 @@ def test_pair_matrix(rule, form, tau, gamma, against):
     expected = torch.stack([value for row in looped for value in row if value is not None])
     weight = torch.linspace(-1.0, 2.0, len(expected), dtype=torch.float64)  # no symmetry, no cancelling
     torch.testing.assert_close(matrix[keep], expected, atol=1e-12, rtol=1e-12)
-    assert_same(matrix[keep] * weight, expected * weight, inputs, tolerance=1e-10)
+    assert_same(matrix[keep] * weight, expected * weight, inputs)
     if rule == "strict":
         assert 0 < (matrix[keep] == 0).sum() < len(expected)

@@ -72,13 +72,14 @@ class MetricLoss(nn.Module):
             embeddings = Embeddings.certain(embeddings)
         if not isinstance(embeddings, Embeddings):
             raise ValueError(f"expected Embeddings, got {type(embeddings).__name__}")
+        device = labels.ids.device if isinstance(labels, LabelSets) else getattr(labels, "device", None)
+        if device is not None and device != embeddings.semantic.device:
+            raise ValueError(f"embeddings are on {embeddings.semantic.device} but labels are on {device}")
         sets = labels if isinstance(labels, LabelSets) else LabelSets(labels)
         if len(embeddings) == 0:
             raise ValueError("the batch is empty: a loss needs at least one image")
         if len(embeddings) != len(sets):
             raise ValueError(f"{len(embeddings)} embeddings but {len(sets)} labels")
-        if embeddings.semantic.device != sets.ids.device:
-            raise ValueError(f"embeddings are on {embeddings.semantic.device} but labels are on {sets.ids.device}")
         if self.embedding_dim is not None and embeddings.semantic.shape[1] != self.embedding_dim:
             raise ValueError(
                 f"embeddings are {embeddings.semantic.shape[1]}-d, the loss expects {self.embedding_dim}-d"

@@ -21,10 +21,11 @@ def contrastive(
     positive, negative = pair_masks(matches)
     pulled = positive.logical_and_(distances.detach() > positive_margin)
     pushed = negative.logical_and_(distances.detach() < negative_margin)
-    pulls, pushes = pulled.sum(), pushed.sum()
+    pulls, pushes = (mask.sum(dtype=distances.dtype) for mask in (pulled, pushed))
     # linear in D once the active pairs are known: each counts 1/number of its kind
-    weight = pulled.to(distances.dtype).div_(pulls.clamp_min(1)).sub_(pushed / pushes.clamp_min(1))
-    return (weight * distances).sum() - positive_margin * (pulls > 0) + negative_margin * (pushes > 0)
+    pull, push = pulled / pulls.clamp_min(1.0), pushed / pushes.clamp_min(1.0)
+    constant = negative_margin * pushes.clamp_max(1.0) - positive_margin * pulls.clamp_max(1.0)
+    return (pull.sub_(push) * distances).sum() + constant
 
 
 class Contrastive(PairLoss):

@@ -32,7 +32,7 @@ def soft_triple(
         raise ValueError(f"entropy must be positive, got {entropy}")
     similarity: Tensor = _Relaxed.apply(cosines.view(len(cosines), -1, centers_per_class), 1.0 / entropy)
     require_pairs(similarity, matches)
-    return -log_share_of_matches(similarity - margin * matches, matches, scale=scale).mean()
+    return -log_share_of_matches(similarity - margin * matches.to(similarity.dtype), matches, scale=scale).mean()
 
 
 class _Relaxed(torch.autograd.Function):

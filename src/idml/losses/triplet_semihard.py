@@ -17,7 +17,7 @@ def triplet_semihard(distances: Tensor, matches: Tensor, *, margin: float = 0.1)
     """
     require_pairs(distances, matches, square=True)
     counts, triplets = semihard(distances.detach(), matches, margin)
-    return ((counts * distances).sum() + margin * triplets) / triplets.clamp_min(1)
+    return ((counts * distances).sum() + margin * triplets) / triplets.clamp_min(1.0)
 
 
 class TripletSemihard(PairLoss):

@@ -1,0 +1,266 @@
+"""Decoding images: every mode as the eye sees it, hostile and broken files refused in one line with their name."""
+
+import struct
+import time
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from idml.data import images
+from idml.data.images import load_square, read_image
+
+T = Image.Transpose
+STORED = {  # how the upright picture lies in the file, for each EXIF orientation
+    1: None,
+    2: T.FLIP_LEFT_RIGHT,
+    3: T.ROTATE_180,
+    4: T.FLIP_TOP_BOTTOM,
+    5: T.TRANSPOSE,
+    6: T.ROTATE_90,
+    7: T.TRANSVERSE,
+    8: T.ROTATE_270,
+}
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function that saves an image (or an array) and returns the path."""
+
+    def save(image, name, **options):
+        image = image if isinstance(image, Image.Image) else Image.fromarray(image)
+        image.save(tmp_path / name, **options)
+        return tmp_path / name
+
+    return save
+
+
+def blocks():
+    """A 48×32 picture of six colours, without any symmetry."""
+    small = np.array([[RED, GREEN, BLUE], [WHITE, (0, 0, 0), (255, 255, 0)]], dtype=np.uint8)
+    return small.repeat(16, axis=0).repeat(16, axis=1)
+
+
+def pixels(path):
+    image = read_image(path)
+    assert image.mode == "RGB"
+    return np.asarray(image).astype(int)
+
+
+def refused(path, match, read=read_image):
+    with pytest.raises(ValueError, match=match) as caught:
+        read(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert path.name in message
+
+
+@pytest.mark.parametrize("orientation", STORED)
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif"])
+def test_exif_orientation(saved, orientation, suffix):
+    turn, exif = STORED[orientation], Image.Exif()
+    upright = Image.fromarray(blocks())
+    exif[0x0112] = orientation
+    options = {"jpg": {"quality": 95, "subsampling": 0}, "webp": {"lossless": True}}.get(suffix, {})
+    stored = upright if turn is None else upright.transpose(turn)
+    path = saved(stored, f"turned.{suffix}", exif=exif, **options)
+    assert Image.open(path).getexif()[0x0112] == orientation
+    got = pixels(path)
+    assert got.shape == (32, 48, 3)
+    assert np.abs(got - blocks()).max() <= (12 if suffix == "jpg" else 0)
+    straight = load_square(saved(upright, "straight.png"), 28).int()
+    assert (load_square(path, 28).int() - straight).abs().max() <= (12 if suffix == "jpg" else 0)
+
+
+def test_cmyk_jpeg(saved):
+    colour = (200, 30, 60)
+    path = saved(Image.new("RGB", (32, 32), colour).convert("CMYK"), "print.jpg", quality=95)
+    assert Image.open(path).mode == "CMYK"
+    assert np.abs(pixels(path) - colour).max() <= 4
+
+
+def test_palette_with_transparency(saved):
+    image = Image.fromarray(np.array([[0, 1], [2, 1]], dtype=np.uint8), "P")
+    image.putpalette([*RED, *GREEN, *BLUE])
+    for name in ("palette.png", "palette.gif"):
+        assert pixels(saved(image, name, transparency=0)).tolist() == [[[*WHITE], [*GREEN]], [[*BLUE], [*GREEN]]]
+    assert pixels(saved(image, "opaque.png"))[0, 0].tolist() == [*RED]
+
+
+def test_transparent_becomes_white(saved):
+    rgba = np.array([[(*RED, 255), (*RED, 0), (*RED, 128)]], dtype=np.uint8)
+    assert pixels(saved(rgba, "a.png")).tolist() == [[[*RED], [*WHITE], [255, 127, 127]]]
+    grey = np.array([[(0, 255), (0, 0), (0, 128)]], dtype=np.uint8)
+    path = saved(Image.fromarray(grey, "LA"), "la.png")
+    assert Image.open(path).mode == "LA"
+    assert pixels(path)[0, :, 0].tolist() == [0, 255, 127]
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tif"])
+def test_16_bit_grey(saved, name):
+    values = np.array([[0, 257, 32768, 65535]], dtype=np.uint16)
+    path = saved(values, name)
+    assert Image.open(path).mode.startswith("I;16")
+    assert pixels(path).tolist() == [[[v] * 3 for v in (0, 1, 128, 255)]]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, 0.25, 0.5, 1.0], [0, 64, 128, 255]),
+        ([0.0, 257.0, 32768.0, 65535.0], [0, 1, 128, 255]),
+        ([-1.0, 0.5, 0.5, 1.0], [0, 128, 128, 255]),
+        ([float("nan"), 0.25, 0.5, 1.0], [0, 64, 128, 255]),
+    ],
+    ids=["unit", "16 bit", "negative", "nan"],
+)
+def test_float_tiff(saved, values, expected):
+    path = saved(np.array([values], dtype=np.float32), "float.tif")
+    assert Image.open(path).mode == "F"
+    assert pixels(path)[0, :, 0].tolist() == expected
+
+
+def test_one_bit_and_grey(saved):
+    values = np.array([[0, 255], [255, 0]], dtype=np.uint8)
+    for image in (Image.fromarray(values), Image.fromarray(values).convert("1")):
+        assert pixels(saved(image, f"{image.mode}.png"))[..., 1].tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("name", ["moving.gif", "pages.tif", "moving.webp", "pair.mpo"])
+def test_first_frame(saved, name):
+    first, *rest = (Image.new("RGB", (16, 16), colour) for colour in (RED, BLUE, GREEN))
+    path = saved(first, name, save_all=True, append_images=rest, **({"lossless": True} if "webp" in name else {}))
+    assert Image.open(path).n_frames == 3
+    assert np.abs(pixels(path) - RED).max() <= 2
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.7, 0.97])
+def test_truncated(saved, share):
+    for name in ("cut.jpg", "cut.png"):
+        path = saved(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8), name)
+        pixels(path)  # sound as it is
+        content = path.read_bytes()
+        path.write_bytes(content[: int(share * len(content))])
+        refused(path, "cannot read the image")
+        refused(path, "cannot read the image", lambda p: load_square(p, 28))
+
+
+def test_not_images(saved, tmp_path):
+    for name, content in (("empty.png", b""), ("text.jpg", b"a letter, not a picture\n" * 100)):
+        (tmp_path / name).write_bytes(content)
+        refused(tmp_path / name, "cannot read the image")
+    refused(tmp_path, "cannot read the image")  # a folder
+    for name in ("known.ico", "known.ppm", "known.tga"):
+        path = saved(blocks(), name)
+        Image.open(path).load()  # a format that PIL reads and we do not
+        refused(path, "cannot read the image")
+        disguised = path.rename(tmp_path / "disguised.png")
+        refused(disguised, "cannot read the image")
+
+
+def test_the_suffix_means_nothing(saved):
+    path = saved(blocks(), "really.png", format="BMP")
+    assert np.array_equal(pixels(path), blocks())
+
+
+def test_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no image .*absent\.png") as caught:
+        read_image(tmp_path / "absent.png")
+    assert "\n" not in str(caught.value)
+
+
+def test_pixel_limit(saved, monkeypatch):
+    monkeypatch.setattr(images, "MAX_PIXELS", 100)
+    assert read_image(saved(Image.new("RGB", (20, 5)), "just.png")).size == (20, 5)
+    refused(saved(Image.new("RGB", (11, 10)), "over.png"), "11×10 pixels, more than 100")
+
+
+def bomb(path, side):
+    """A black 1-bit PNG of side × side pixels, a few hundred kB of file."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packer, rows = zlib.compressobj(1), bytes((1 + (side + 7) // 8) * 1000)
+    body = b"".join(packer.compress(rows) for _ in range(side // 1000)) + packer.flush()
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", body) + chunk(b"IEND", b""))
+    return path
+
+
+@pytest.mark.parametrize("side", [10_000, 30_000])
+def test_decompression_bomb(tmp_path, side):
+    assert np.array_equal(pixels(bomb(tmp_path / "small.png", 1000)), np.zeros((1000, 1000, 3)))  # it is a picture
+    path = bomb(tmp_path / "bomb.png", side)
+    assert path.stat().st_size < 1_000_000
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused(path, "10000×10000 pixels, more than 64,000,000" if side == 10_000 else "900000000 pixels")
+    assert time.perf_counter() - start < 2  # decoding it would take far longer
+
+
+@pytest.mark.parametrize("name", ["a b.png", "ça 画 é.png", "-n.png", "two\nlines.png"])
+def test_names(saved, name):
+    path = saved(blocks(), name)
+    assert np.array_equal(pixels(str(path)), blocks())
+    path.write_bytes(b"broken")
+    with pytest.raises(ValueError, match="cannot read the image") as caught:
+        read_image(path)
+    message = str(caught.value)
+    assert name in message or repr(name)[1:-1] in message
+    assert len(message.splitlines()) == 1 or "\n" in name
+
+
+@pytest.mark.parametrize("size", [28, 64, 224])
+@pytest.mark.parametrize("grey", [False, True])
+def test_square(saved, size, grey):
+    for shape in ((32, 48), (48, 32), (300, 200), (1, 1)):
+        tensor = load_square(saved(Image.new("RGB", shape, RED), "red.png"), size, grey=grey)
+        assert tensor.dtype == torch.uint8
+        assert tensor.shape == (1 if grey else 3, size, size)
+        assert tensor.is_contiguous()
+        assert tensor.float().mean((1, 2)).tolist() == ([76.0] if grey else [*RED])  # ITU-R 601 grey of red
+
+
+@pytest.mark.parametrize(("width", "height"), [(512, 256), (256, 400), (256, 256)])
+def test_centre_of_an_image_that_needs_no_resizing(saved, width, height):
+    across, down = np.meshgrid(np.arange(width), np.arange(height))
+    array = np.stack([across // 2, down // 2, across % 2 + 2 * (down % 2)], axis=2).astype(np.uint8)
+    top, left = (height - 224) // 2, (width - 224) // 2
+    expected = torch.from_numpy(array[top : top + 224, left : left + 224]).permute(2, 0, 1)
+    assert torch.equal(load_square(saved(array, "grid.png"), 224), expected)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_resized_to_the_shorter_side(saved, suffix):
+    """A green square between two red ones, large: only green is left, up to the border that is cut away."""
+    array = np.zeros((500, 1500, 3), dtype=np.uint8)
+    array[:] = RED
+    array[:, 500:1000] = GREEN
+    got = load_square(saved(array, f"wide.{suffix}"), 28).int()
+    assert (got - torch.tensor(GREEN).view(3, 1, 1)).abs().max() <= (0 if suffix == "png" else 4)
+    array[:100], array[:, 500:600] = BLUE, BLUE  # a fifth of the square; a sixteenth of it is cut away
+    got = load_square(saved(array, f"wide.{suffix}"), 28).int()
+    kept = round((100 / 500 * 32) - 2)
+    for strip in (got[:, : kept - 1, 14], got[:, 14, : kept - 1]):
+        assert (strip - torch.tensor(BLUE).view(3, 1)).abs().max() <= 4
+    assert (got[:, kept + 1 :, kept + 1 :] - torch.tensor(GREEN).view(3, 1, 1)).abs().max() <= 4
+
+
+def test_reduced_decoding_of_jpeg(saved):
+    path = saved(Image.new("RGB", (1600, 800), RED), "large.jpg")
+    assert read_image(path).size == (1600, 800)
+    assert read_image(path, min_side=150).size == (400, 200)
+    assert min(read_image(path, min_side=201).size) >= 201
+
+
+def test_too_narrow(saved):
+    for shape in ((1, 5000), (5000, 1)):
+        path = saved(Image.new("RGB", shape, RED), "line.png")
+        assert read_image(path).size == shape
+        refused(path, "{}×{} is too narrow".format(*shape), lambda p: load_square(p, 28))

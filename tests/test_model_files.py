@@ -1,0 +1,187 @@
+"""Saved models: an exact round trip, an all-or-nothing write, and no file that is trusted."""
+
+import json
+import os
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from idml.model import FILE, build_model, load_model, save_model
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def conv4(**config):
+    return build_model("conv4", **{"embedding_dim": 8, "image_size": 28, **config})
+
+
+def refused(path, match, name=None):
+    with pytest.raises(ValueError, match=match) as caught:
+        load_model(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert (name or path.name) in message
+
+
+@pytest.mark.parametrize(
+    ("trunk", "config"),
+    [
+        ("conv4", {"embedding_dim": 8, "image_size": 28}),
+        ("conv4", {"embedding_dim": 16, "image_size": 28, "in_chans": 1, "bound": 0.7, "detach": True}),
+        ("conv4", {"embedding_dim": 8, "image_size": 28, "uncertainty": "gaussian"}),
+        ("resnet18", {"embedding_dim": 8, "image_size": 64}),
+        ("resnet18", {"image_size": 64, "detach": True}),
+    ],
+)
+def test_round_trip(tmp_path, trunk, config):
+    model = build_model(trunk, pretrained=False, **config).train()
+    images = torch.rand(4, model.config.in_chans, config["image_size"], config["image_size"])
+    model(images)  # starts the head and moves the batch statistics
+    expected = model.embed(images)
+    folder = tmp_path / "runs" / "first"
+    path = save_model(model, str(folder))
+    assert path == folder / FILE
+    assert list(folder.iterdir()) == [path]
+    for place in (folder, str(folder), path):
+        loaded = load_model(place)
+        assert not loaded.training
+        assert loaded.config == model.config
+        got = loaded.embed(images)
+        assert torch.equal(got.semantic, expected.semantic)
+        assert torch.equal(got.uncertainty, expected.uncertainty)
+
+
+def test_save_over_an_existing_model(tmp_path):
+    save_model(conv4(), tmp_path)
+    second = conv4(embedding_dim=12)
+    save_model(second, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [FILE]
+    loaded = load_model(tmp_path)
+    assert loaded.config.embedding_dim == 12
+    assert torch.equal(loaded.semantic.weight, second.semantic.weight)
+
+
+@pytest.mark.parametrize("place", [(os, "fsync"), (Path, "replace")], ids=["write", "rename"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failing_write_changes_nothing(tmp_path, monkeypatch, place, existing):
+    before = save_model(conv4(), tmp_path).read_bytes() if existing else None
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(*place, full)
+    with pytest.raises(OSError, match="no space left"):
+        save_model(conv4(embedding_dim=12), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [FILE] * existing
+    assert not existing or (tmp_path / FILE).read_bytes() == before
+
+
+def test_missing(tmp_path):
+    for place in (tmp_path / "absent", tmp_path):
+        with pytest.raises(FileNotFoundError, match="there is no model at") as caught:
+            load_model(place)
+        assert "\n" not in str(caught.value)
+        assert place.name in str(caught.value)
+
+
+class Touch:
+    """An object whose pickle creates a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_refused_unread(tmp_path, zipped):
+    trace, path = tmp_path / "trace", tmp_path / FILE
+    torch.save({"weight": torch.ones(2), "evil": Touch(trace)}, path, _use_new_zipfile_serialization=zipped)
+    torch.load(path, weights_only=False)
+    assert trace.exists()  # it does harm where it is trusted
+    trace.unlink()
+    refused(tmp_path, "is a pickle .* only safetensors", FILE)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 100, 5000, -1])
+def test_truncated(tmp_path, cut):
+    path = save_model(conv4(), tmp_path)
+    path.write_bytes(path.read_bytes()[:cut])
+    refused(path, "is not a sound safetensors file")
+
+
+def test_not_safetensors_at_all(tmp_path):
+    path = tmp_path / "weights"
+    for content in (
+        b"",
+        random.Random(0).randbytes(4096),
+        b"no model, only text\n" * 50,
+        b"cos\nsystem\n(S'true'\ntR.",
+    ):
+        path.write_bytes(content)
+        refused(path, "is not a sound safetensors file")
+
+
+def parts(tmp_path):
+    """The tensors and the configuration of a saved model."""
+    model = conv4()
+    return load_file(save_model(model, tmp_path)), asdict(model.config)
+
+
+def write(path, tensors, config, **more):
+    path.write_bytes(save(tensors, metadata={"idml": json.dumps(config), **more}))
+    return path
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_without_our_metadata(tmp_path, metadata):
+    path = tmp_path / "other.safetensors"
+    path.write_bytes(save({"weight": torch.ones(2)}, metadata=metadata))
+    refused(path, "holds no idml model configuration")
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    tensors, config = parts(tmp_path)
+    path = tmp_path / "other.safetensors"
+    load_model(write(path, tensors, config))  # as it is, it fits
+    refused(
+        write(path, {**tensors, "semantic.weight": torch.ones(8, 3)}, config),
+        r"semantic.weight has shape \[8, 3\], the model needs \[8, 256\]",
+    )
+    refused(
+        write(path, {k: v for k, v in tensors.items() if k != "semantic.bias"}, config),
+        r"1 of \d+ tensors are missing \(first: semantic.bias\)",
+    )
+    refused(write(path, {**tensors, "extra": torch.ones(1)}, config), r"1 tensors do not belong .* \(first: extra\)")
+    refused(write(path, tensors, {**config, "embedding_dim": 9}), "has shape .* the model needs")
+
+
+def test_configurations_that_cannot_be_read(tmp_path):
+    tensors, config = parts(tmp_path)
+    path = tmp_path / "other.safetensors"
+    refused(write(path, tensors, {**config, "colour": "red"}), "a model configuration that .* cannot read .*'colour'")
+    for wrong in ({**config, "embedding_dim": -8}, {**config, "bound": "x"}, [1], None, "text"):
+        refused(write(path, tensors, wrong), "a model configuration that this version cannot read")
+    path.write_bytes(save(tensors, metadata={"idml": "{"}))
+    refused(path, "a model configuration that this version cannot read")
+
+
+@pytest.mark.parametrize("start", [b"\x80", b"PK"])
+def test_a_sound_file_may_begin_like_a_pickle(tmp_path, start):
+    """Safetensors begin with the length of their header: any multiple of 8 can occur."""
+    tensors, config = parts(tmp_path)
+    path = write(tmp_path / "other.safetensors", tensors, config, note="")
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    wanted = next(n for n in range(length, 1 << 16, 8) if n.to_bytes(8, "little").startswith(start))
+    write(path, tensors, config, note="x" * (wanted - length))
+    assert path.read_bytes().startswith(start)
+    assert torch.equal(load_model(path).semantic.weight, tensors["semantic.weight"])

@@ -1,0 +1,83 @@
+"""The compatibility module, each case in a fresh interpreter: it acts only where torchvision's operators do not load."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+CALL = "import torch; from idml.torchvision_compat import ensure_torchvision; "
+REPORT = "print(result, *(hasattr(torch.ops.torchvision, name) for name in ('nms', 'qnms')))"
+
+
+def run(code, path=None):
+    """What ``code`` prints in a new interpreter that looks for packages in ``path`` first."""
+    environment = dict(os.environ)
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A function that makes a torchvision with a sound or a broken operator library, and returns where it is."""
+
+    def make(*, sound):
+        package = tmp_path / "torchvision"
+        package.mkdir()
+        (package / "__init__.py").write_text("fake = True\n")
+        if sound:  # any library that loads will do
+            shutil.copy(importlib.util.find_spec("safetensors._safetensors_rust").origin, package / "_C.so")
+        else:
+            (package / "_C.so").write_bytes(b"not a library" * 100)
+        return tmp_path
+
+    return make
+
+
+def test_installed_torchvision_can_be_imported():
+    code = CALL + "first = ensure_torchvision(); second = ensure_torchvision(); import torchvision, timm; "
+    code += "print(first == second, ensure_torchvision() == first, timm.is_model('resnet18'), torchvision.__name__)"
+    assert run(code) == "True True True torchvision"
+
+
+def test_sound_operators_are_left_alone(fake):
+    assert (
+        run(
+            CALL + "result = ensure_torchvision(); import torchvision; assert torchvision.fake; " + REPORT,
+            fake(sound=True),
+        )
+        == "False False False"
+    )
+
+
+def test_broken_operators_are_declared(fake):
+    code = CALL + "ensure_torchvision(); result = ensure_torchvision(); import torchvision; assert torchvision.fake; "
+    assert run(code + REPORT, fake(sound=False)) == "True True True"
+
+
+def test_an_imported_torchvision_is_left_alone(fake):
+    assert run("import torchvision; " + CALL + "result = ensure_torchvision(); " + REPORT, fake(sound=False)) == (
+        "False False False"
+    )
+
+
+def test_no_torchvision_at_all():
+    hide = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torchvision" else super().find_spec(name, path, target)
+
+sys.meta_path = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+    assert run(hide + CALL + "result = ensure_torchvision(); " + REPORT) == "False False False"
