@@ -29,7 +29,7 @@ def pictures(images: int, seed: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(CLASSES, (images,), generator=g)
     shifts = torch.randint(-1, 2, (images, 2), generator=g).tolist()
     moved = [torch.roll(patterns[k], tuple(s), dims=(1, 2)) for k, s in zip(labels.tolist(), shifts, strict=True)]
-    return (torch.stack(moved) + 0.1 * torch.randn(images, 1, SIZE, SIZE, generator=g)).clamp(0, 1), labels
+    return (torch.stack(moved) + 0.25 * torch.randn(images, 1, SIZE, SIZE, generator=g)).clamp(0, 1), labels
 
 
 def mix(x: Tensor, y: Tensor, seed: int) -> tuple[Tensor, LabelSets]:
@@ -45,7 +45,7 @@ def train(name: str, steps: int, seed: int = 0) -> Model:
     torch.manual_seed(seed)
     model = build_model("conv4", in_chans=1, embedding_dim=DIM, image_size=SIZE).train()
     loss = build_loss(name, num_classes=CLASSES, embedding_dim=DIM)
-    groups = [{"params": model.parameters(), "lr": 3e-3}, {"params": loss.parameters(), "lr": 3e-1}]
+    groups = [{"params": model.parameters(), "lr": 1e-3}, {"params": loss.parameters(), "lr": 1e-1}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
     for step in range(steps):
         x, y = pictures(48, seed=1_000_000 * seed + step)

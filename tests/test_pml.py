@@ -45,14 +45,20 @@ def accepts(name, distance):
     return bool(torch.isfinite(value)) and all(bool(torch.isfinite(g).all() and g.any()) for g in grads)
 
 
+def documented_rows():
+    """The table of docs/losses.md as it should be."""
+    names = {n for n, c in inspect.getmembers(losses, inspect.isclass) if n.endswith("Loss")} - NOT_A_LOSS_OF_ITS_OWN
+    rows = []
+    for name in sorted(names):
+        cells = ("yes" if accepts(name, kind) else "–" for kind in (IntrospectiveDistance, IntrospectiveSimilarity))
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
+    return rows
+
+
 def test_the_docs_list_what_really_accepts_the_metric():
-    names = [n for n, c in inspect.getmembers(losses, inspect.isclass) if n.endswith("Loss")]
-    table = [
-        f"| `{n}` | {'yes' if accepts(n, IntrospectiveDistance) else '–'} | {'yes' if accepts(n, IntrospectiveSimilarity) else '–'} |"
-        for n in sorted(set(names) - NOT_A_LOSS_OF_ITS_OWN)
-    ]
     documented = [line for line in DOCS.read_text().splitlines() if line.startswith("| `") and "Loss`" in line]
-    assert documented == table
+    assert documented == documented_rows()
+    assert sum("yes" in row for row in documented) > 10
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5])

@@ -1,4 +1,4 @@
-"""The compatibility module, each case in a fresh interpreter: it acts only where torchvision's operators do not load."""
+"""Each case in a fresh interpreter: names are declared only where torchvision's operators do not load."""
 
 import importlib.util
 import os
