@@ -18,7 +18,7 @@ CORE = [
     "mining.py",
     *(f"losses/{p.name}" for p in (SOURCE / "losses").glob("*.py")),
 ]
-ALLOWED = {"torch", "idml.embeddings", "idml.metric", "idml.labels", "idml.mining", "idml.losses", "idml"}
+ALLOWED = {"torch", "idml.embeddings", "idml.metric", "idml.pairwise", "idml.labels", "idml.mining", "idml.losses", "idml"}
 
 
 def run(code):

@@ -101,6 +101,10 @@ def test_gradcheck(rule, form):
         lambda s, u, t: getattr(m, form)(Embeddings(s, u), Embeddings.certain(t)),
         (e.semantic, e.uncertainty, other.semantic),
     )
+    assert torch.autograd.gradcheck(
+        lambda s, t, v: getattr(m, form)(Embeddings.certain(s), Embeddings(t, v)),
+        (e.semantic, other.semantic, other.uncertainty),
+    )
 
 
 @given(SEEDS, TAUS, GAMMAS)
@@ -208,7 +212,7 @@ def test_blocks_change_nothing(monkeypatch):
     for form in ("distances", "cosines"):
         whole = getattr(IntrospectiveMetric(), form)(e, other)
         grads = torch.autograd.grad(whole.square().sum(), [e.semantic, other.uncertainty], retain_graph=True)
-        monkeypatch.setattr("idml.metric._BLOCK", 64)
+        monkeypatch.setattr("idml.pairwise._BLOCK", 64)
         parts = getattr(IntrospectiveMetric(), form)(e, other)
         again = torch.autograd.grad(parts.square().sum(), [e.semantic, other.uncertainty])
         monkeypatch.undo()

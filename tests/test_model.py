@@ -61,7 +61,8 @@ def test_features_without_a_scale_do_not_start_it(config):
     embeddings = model.heads(torch.zeros(4, WIDTH))
     assert torch.isfinite(embeddings.semantic).all()
     assert torch.isfinite(embeddings.uncertainty).all()
-    model.heads(torch.full((4, WIDTH), float("nan")))
+    for endless in (float("nan"), float("inf")):
+        model.heads(torch.cat([torch.full((4, 1), endless), torch.zeros(4, WIDTH - 1)], dim=1))
     assert not model.uncertainty.started
     assert torch.equal(model.uncertainty.linear.weight, weight)
     features = torch.rand(8, WIDTH)

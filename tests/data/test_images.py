@@ -198,9 +198,9 @@ def test_decompression_bomb(tmp_path, side):
     path = bomb(tmp_path / "bomb.png", side)
     assert path.stat().st_size < 1_000_000
     start = time.perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as seen:
         refused(path, "10000×10000 pixels, more than 64,000,000" if side == 10_000 else "900000000 pixels")
+    assert not seen
     assert time.perf_counter() - start < 2  # decoding it would take far longer
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def mean_of_nonzero(values: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class _LogSumExp(torch.autograd.Function):
         return sums.log().add_(top).squeeze(dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         exponentials, sums = ctx.saved_tensors
         return exponentials * (grad.unsqueeze(ctx.dim) * ctx.scale / sums), None, None, None

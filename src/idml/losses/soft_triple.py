@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from idml.losses.base import ProxyLoss, require_pairs
 from idml.losses.reduce import log_share_of_matches
@@ -51,6 +52,7 @@ class _Relaxed(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         centers, out = ctx.saved_tensors
         d_centers = torch.empty_like(centers)
