@@ -12,16 +12,6 @@ from idml.model import ModelConfig, build_model, load_model, save_model, squash
 WIDTH = 256  # of conv4's features
 
 
-@pytest.fixture(autouse=True)
-def _steady():
-    """The same random numbers every time, on one thread: small batches crawl where cores are shared."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def small(**config):
     return build_model("conv4", **{"embedding_dim": 16, "image_size": 28, **config})
 

@@ -13,16 +13,6 @@ from safetensors.torch import load_file, save
 from idml.model import FILE, build_model, load_model, save_model
 
 
-@pytest.fixture(autouse=True)
-def _steady():
-    """The same random numbers every time, on one thread: small batches crawl where cores are shared."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def conv4(**config):
     return build_model("conv4", **{"embedding_dim": 8, "image_size": 28, **config})
 

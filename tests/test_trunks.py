@@ -16,16 +16,6 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = ((0.5,) * 3, (0.5,) * 3)
 
 
-@pytest.fixture(autouse=True)
-def _steady():
-    """The same random numbers every time, on one thread: small batches crawl where cores are shared."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @torch.no_grad()
 def test_packaged_weights_give_what_their_own_network_gives():
     theirs = EfficientNet.from_pretrained(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,16 +43,22 @@ class ModelConfig:
                 raise ValueError(f"{name} must be a positive whole number, got {value!r}")
         if self.uncertainty not in ("introspective", "gaussian"):
             raise ValueError(f"uncertainty must be 'introspective' or 'gaussian', got {self.uncertainty!r}")
-        if self.bound is not None and not self.bound > 0:
+        if self.bound is not None and (type(self.bound) not in (int, float) or not 0 < self.bound < math.inf):
             raise ValueError(f"bound must be positive, got {self.bound!r}")
+        if not isinstance(self.trunk, str):
+            raise ValueError(f"trunk must be the name of a network, got {self.trunk!r}")
+        if not isinstance(self.detach, bool):
+            raise ValueError(f"detach must be True or False, got {self.detach!r}")
         if self.bound is not None and self.uncertainty == "gaussian":
             raise ValueError("bound goes with uncertainty='introspective'; the Gaussian head has its own limits")
 
 
 def squash(u: Tensor, bound: float) -> Tensor:
     """u·b·tanh(‖u‖/b)/‖u‖: the length pressed below ``bound``, the direction and zero kept."""
-    level: Tensor = torch.linalg.vector_norm(u, dim=1, keepdim=True).clamp_min(1e-12)
-    return u * (bound * (level / bound).tanh() / level)
+    scale = u.detach().abs().amax(dim=1, keepdim=True).clamp_min(1.0)  # squares must not overflow
+    small = u / scale
+    length: Tensor = torch.linalg.vector_norm(small, dim=1, keepdim=True).clamp_min(1e-12)
+    return small * (bound * (length * (scale / bound)).tanh() / length)
 
 
 class UncertaintyHead(nn.Module):
@@ -122,7 +129,7 @@ class Model(nn.Module):
             images = images / 255
         elif not images.is_floating_point():
             raise ValueError(f"images must be uint8 or floats in [0, 1], got {images.dtype}")
-        out: Tensor = self.trunk(images)
+        out: Tensor = self.trunk(images.to(self.trunk.mean.dtype))
         return out
 
     def heads(self, features: Tensor) -> Embeddings:
@@ -139,12 +146,17 @@ class Model(nn.Module):
             images = [images]
         if len(images) == 0:
             raise ValueError("there is no image to embed")
-        training, device = self.training, self.semantic.weight.device
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or larger, got {batch_size}")
+        if isinstance(images, Tensor) and images.is_floating_point() and float(images.max()) > 2:
+            raise ValueError(f"float images must lie in [0, 1], these reach {float(images.max()):.0f}; divide by 255")
+        device, modes = self.semantic.weight.device, [(module, module.training) for module in self.modules()]
         self.eval()
         try:
             parts = [self(batch.to(device)).to("cpu") for batch in self._batches(images, batch_size)]
         finally:
-            self.train(training)
+            for module, training in modes:  # one by one: some may be frozen
+                module.training = training
         return Embeddings.cat(parts)
 
     def _batches(self, images: Tensor | Sequence[str | Path], size: int) -> Iterator[Tensor]:
@@ -202,7 +214,14 @@ def load_model(run: str | Path) -> Model:
     path = Path(run)
     path = path / FILE if path.is_dir() else path
     config, tensors = _read(path)
-    model = Model(config)
+    given = tensors.get("semantic.weight")
+    if given is not None and len(given) != config.embedding_dim:
+        needed = [config.embedding_dim, *given.shape[1:]]
+        raise ValueError(f"{path}: semantic.weight has shape {list(given.shape)}, the model needs {needed}")
+    try:
+        model = Model(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     expected = model.state_dict()
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing:
@@ -214,6 +233,10 @@ def load_model(run: str | Path) -> Model:
             raise ValueError(
                 f"{path}: {name} has shape {list(tensor.shape)}, the model needs {list(expected[name].shape)}"
             )
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise ValueError(f"{path}: {name} is {tensor.dtype}, the model needs {expected[name].dtype}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{path}: {name} holds NaN or infinity")
     model.load_state_dict(tensors)
     return model.eval()
 
@@ -224,8 +247,9 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no model at {path}; a run directory holds a {FILE}")
     with path.open("rb") as file:
-        head = file.read(2)
-    if head == b"PK" or head[:1] == b"\x80":
+        head = file.read(9)
+    # a safetensors file begins with the length of its header, which may be any bytes, and then the header's brace
+    if (head[:2] == b"PK" or head[:1] == b"\x80") and head[8:] != b"{":
         raise ValueError(f"{path} is a pickle (torch.save) file; idml reads only safetensors, which cannot run code")
     try:
         with safe_open(path, framework="pt") as file:
@@ -237,5 +261,6 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         raise ValueError(f"{path} holds no idml model configuration; it was not written by idml")
     try:
         return ModelConfig(**json.loads(description)), tensors
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} has a model configuration that this version cannot read ({error})") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} has a model configuration that this version cannot read ({reason})") from None

@@ -42,8 +42,11 @@ class Trunk(nn.Module):
     def positions(self, images: Tensor) -> Tensor:
         """The features before pooling [n, positions, width]."""
         x: Tensor = cast(Any, self.network).forward_features((images - self.mean) / self.deviation)
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{type(self.network).__name__} gives several feature maps: it cannot serve as a trunk")
         if x.ndim == 3:
-            return x[:, int(getattr(self.network, "num_prefix_tokens", 0)) :]
+            class_token = 1 if hasattr(self.network, "cls_token") else 0
+            return x[:, int(getattr(self.network, "num_prefix_tokens", class_token)) :]
         if getattr(self.network, "output_fmt", "NCHW") == "NHWC":
             return x.flatten(1, 2)
         return x.flatten(2).transpose(1, 2)
@@ -83,7 +86,9 @@ def build_trunk(name: str, *, pretrained: bool, in_chans: int = 3, image_size: i
     if not timm.is_model(name):
         near = get_close_matches(name, [SMALL, *timm.list_models()], n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown trunk {name!r}; did you mean {near!r}? (any timm model, or {SMALL!r})")
-    packaged = name == PACKAGED and in_chans == 3
+    packaged = name == PACKAGED
+    if packaged and pretrained and in_chans != 3:
+        raise ValueError(f"the weights of {name!r} are for 3 channels, got in_chans={in_chans}")
     network = _timm_network(name, pretrained=pretrained and not packaged, in_chans=in_chans, image_size=image_size)
     settings = network.pretrained_cfg
     mean, deviation = tuple(settings["mean"]), tuple(settings["std"])
@@ -111,7 +116,7 @@ def _timm_network(name: str, *, pretrained: bool, in_chans: int, image_size: int
     except Exception as error:
         if not pretrained:
             raise
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(
             f"could not get the pretrained weights of {name!r} ({type(error).__name__}: {reason}); "
             f"check the connection, or use {PACKAGED!r}, which needs none"

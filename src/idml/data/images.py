@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -21,7 +21,7 @@ def read_image(path: str | Path, *, min_side: int | None = None) -> Image.Image:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own, smaller limit follows
+            warnings.simplefilter("ignore")  # what a decoder only warns about does not name the file
             with Image.open(path, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
@@ -30,17 +30,22 @@ def read_image(path: str | Path, *, min_side: int | None = None) -> Image.Image:
                 image.load()
                 return _as_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no image {path}") from None
+        raise FileNotFoundError(f"there is no image {str(path)!r}") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"cannot read the image {str(path)!r}: it is none of {', '.join(FORMATS)}") from None
     except Exception as error:  # decoders raise whatever they like
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"cannot read the image {path}: {reason}") from error
+        raise ValueError(f"cannot read the image {str(path)!r}: {reason}") from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _DEEP:
-        values = np.asarray(image, dtype=np.float64)
-        full = 1.0 if image.mode == "F" and values.max(initial=0.0) <= 1.0 else 65535.0
-        grey = (np.nan_to_num(values) / full * 255).clip(0, 255).round().astype(np.uint8)
+        values = np.nan_to_num(np.asarray(image, dtype=np.float64))
+        full = 65535.0
+        if image.mode in ("F", "I"):  # wide enough for any scale: the largest value tells which one is meant
+            full = next(top for top in (1.0, 255.0, 65535.0, np.inf) if values.max(initial=0.0) <= top)
+            full = values.max() if full == np.inf else full
+        grey = (values / full * 255).clip(0, 255).round().astype(np.uint8)
         return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -50,12 +55,14 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 def load_square(path: str | Path, size: int, *, grey: bool = False) -> Tensor:
     """The image as uint8 [3, size, size] (or [1, …]): shorter side to size·256/224, then the centre, as for testing."""
+    if size < 1:
+        raise ValueError(f"the image size must be 1 or larger, got {size}")
     side = round(size * 256 / 224)
     image = read_image(path, min_side=side)
     scale = side / min(image.size)
     width, height = (max(side, round(length * scale)) for length in image.size)
     if max(width, height) > 64 * side:
-        raise ValueError(f"cannot use the image {path}: {image.width}×{image.height} is too narrow")
+        raise ValueError(f"cannot use the image {str(path)!r}: {image.width}×{image.height} is too narrow")
     image = image.resize((width, height), Image.Resampling.BILINEAR)
     left, top = (width - size) // 2, (height - size) // 2
     image = image.crop((left, top, left + size, top + size)).convert("L" if grey else "RGB")
