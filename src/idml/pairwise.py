@@ -113,12 +113,13 @@ class SelfBeta(torch.autograd.Function):
 
 
 class Soften(torch.autograd.Function):
-    """Rule `similar` as one step, with its gradient written out and finite at α = 0.
+    """Rule `similar` as one step, x = (β + γ)/(τα), finite at α = 0.
 
-    D  = α·e^(−x)          ∂D/∂C = −(1/α)·e^(−x)·(1 + x)      ∂D/∂β = −e^(−x)/τ
-    C' = C + (1 − C)(1 − e^(−x))    ∂C'/∂C = e^(−x)·(1 + x/2)    ∂C'/∂β = (1 − C)·e^(−x)/(τα)
+    D  = α·e^(−x)                   ∂D/∂C = −(1/α)·e^(−x)·(1 + x)    ∂D/∂β = −e^(−x)/τ
+    C' = C + (1 − C)(1 − e^(−x))    ∂C'/∂C = e^(−x)·(1 + x/2)         ∂C'/∂β = (1 − C)·e^(−x)/(τα)
 
-    Only C and β are kept for the gradient; the rest is computed again, block by block.
+    β is [n, m], or [n, 1] where it is the same along a row. Only C and β are kept for the gradient; the rest is
+    computed again, block by block.
     """
 
     @staticmethod
@@ -129,9 +130,9 @@ class Soften(torch.autograd.Function):
         ctx.tau, ctx.gamma, ctx.distance = tau, gamma, distance
         out = torch.empty_like(cos)
         for rows in _blocks(cos):
-            alpha, _, exponent = _parts(cos, beta, squares, tau, gamma, rows)
+            alpha_squared, _, exponent = _parts(cos, beta, squares, tau, gamma, rows)
             if distance:
-                torch.mul(alpha, exponent.exp_(), out=out[rows])
+                torch.mul(alpha_squared.sqrt_(), exponent.exp_(), out=out[rows])
             else:
                 torch.addcmul(cos[rows], exponent.expm1_(), cos[rows] - 1.0, out=out[rows])
         return out
@@ -142,20 +143,19 @@ class Soften(torch.autograd.Function):
         cos, beta, squares = ctx.saved_tensors
         d_cos, d_beta = torch.empty_like(cos), torch.empty_like(beta)
         for rows in _blocks(cos):
-            alpha, inverse, exponent = _parts(cos, beta, 2.0 if squares is None else squares, ctx.tau, ctx.gamma, rows)
+            base = 2.0 if squares is None else squares
+            alpha_squared, inverse, exponent = _parts(cos, beta, base, ctx.tau, ctx.gamma, rows)
             softened = exponent.exp().mul_(grad[rows])
             if ctx.distance:
-                toward_beta = softened.mul_(alpha.mul_(inverse))  # α·(1/α): 1, but 0 where α = 0
-                torch.mul(toward_beta, exponent.sub_(1.0).mul_(inverse), out=d_cos[rows])
-                sign = -1.0
+                factor, sign = alpha_squared.sqrt_().mul_(inverse), -1.0  # α·(1/α) = 1, but 0 where α = 0
+                torch.mul(softened, exponent.sub_(1.0).mul_(inverse).mul_(factor), out=d_cos[rows])
             else:
-                toward_beta = softened * (1.0 - cos[rows]).mul_(inverse)
+                factor, sign = torch.sub(1.0, cos[rows]).mul_(inverse), 1.0
                 torch.addcmul(softened, softened, exponent, value=-0.5, out=d_cos[rows])
-                sign = 1.0
             if beta.shape == cos.shape:
-                torch.mul(toward_beta, sign / ctx.tau, out=d_beta[rows])
+                torch.mul(softened.mul_(factor), sign / ctx.tau, out=d_beta[rows])
             else:
-                torch.mul(toward_beta.sum(dim=1, keepdim=True), sign / ctx.tau, out=d_beta[rows])
+                torch.mul(torch.linalg.vecdot(softened, factor).unsqueeze(1), sign / ctx.tau, out=d_beta[rows])
         return d_cos, d_beta, None, None, None, None
 
 
@@ -167,9 +167,8 @@ def _blocks(cos: Tensor) -> list[slice]:
 def _parts(
     cos: Tensor, beta: Tensor, squares: Tensor | float, tau: float, gamma: float, rows: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """α, 1/α (0 where α = 0) and −x of a block of rows."""
+    """α², 1/α (large but finite where α = 0) and −x of a block of rows."""
     base = squares[rows] if isinstance(squares, Tensor) else squares
-    alpha = (cos[rows] * -2.0).add_(base).clamp_min_(0.0).sqrt_()
-    inverse = alpha.reciprocal().masked_fill_(alpha == 0, 0.0)
-    uncertainty = beta[rows] + gamma if gamma else beta[rows]
-    return alpha, inverse, (uncertainty * inverse).mul_(-1.0 / tau)
+    alpha_squared = (cos[rows] * -2.0).add_(base).clamp_min_(0.0)
+    inverse = alpha_squared.clamp_min(torch.finfo(cos.dtype).eps ** 2).rsqrt_()
+    return alpha_squared, inverse, ((beta[rows] + gamma) * (-1.0 / tau)) * inverse
