@@ -1,5 +1,6 @@
 """What every model returns and everything else reads: a semantic and an uncertainty embedding per image."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,7 +133,7 @@ class Embeddings:
         """The uncertainty level ‖u‖ of each image [n], in float32 or better."""
         u = full_precision(self.uncertainty)
         level: Tensor = torch.linalg.vector_norm(u, dim=1)
-        if len(level) and not bool(torch.isfinite(level).all()):
+        if not math.isfinite(float(level.detach().sum())):
             require_finite("uncertainty", u)
             scale = float(u.detach().abs().max())  # the squares overflowed
             level = torch.linalg.vector_norm(u / scale, dim=1) * scale

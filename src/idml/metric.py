@@ -93,18 +93,24 @@ class IntrospectiveMetric:
         e = self._embeddings(a)
         other = None if b is None else self._embeddings(b)
         _check(e, other)
-        with torch.autocast(e.semantic.device.type, enabled=False):
-            if self.rule == "similar":
-                return soften(e, other, self.tau, self.gamma, form)
-            if self.rule == "off":
-                return plain_cosines(e, other) if form == "cosine" else alphas(e, other)
-            if self.rule == "strict":
-                alpha = alphas(e, other)
-                return alpha * (alpha > betas(e, other) + self.gamma)
-            if self.rule == "dissimilar":
-                gap = alphas(e, other).clamp_min(_NO_GAP)
-                return plain_cosines(e, other) * torch.exp(-(betas(e, other) + self.gamma) / (self.tau * gap))
-            return _release(e, other)
+        device = e.semantic.device.type
+        if torch.is_autocast_enabled(device):  # pairs are compared in float32 at least
+            with torch.autocast(device, enabled=False):
+                return self._compare(form, e, other)
+        return self._compare(form, e, other)
+
+    def _compare(self, form: Form, e: Embeddings, other: Embeddings | None) -> Tensor:
+        if self.rule == "similar":
+            return soften(e, other, self.tau, self.gamma, form)
+        if self.rule == "off":
+            return plain_cosines(e, other) if form == "cosine" else alphas(e, other)
+        if self.rule == "strict":
+            alpha = alphas(e, other)
+            return alpha * (alpha > betas(e, other) + self.gamma)
+        if self.rule == "dissimilar":
+            gap = alphas(e, other).clamp_min(_NO_GAP)
+            return plain_cosines(e, other) * torch.exp(-(betas(e, other) + self.gamma) / (self.tau * gap))
+        return _release(e, other)
 
     def _embeddings(self, e: Embeddings | Tensor) -> Embeddings:
         if isinstance(e, Embeddings):

@@ -134,7 +134,7 @@ class Soften(torch.autograd.Function):
             if distance:
                 torch.mul(alpha_squared.sqrt_(), exponent.exp_(), out=out[rows])
             else:
-                torch.addcmul(cos[rows], exponent.expm1_(), cos[rows] - 1.0, out=out[rows])
+                torch.addcmul(cos[rows], exponent.exp_().sub_(1.0), cos[rows] - 1.0, out=out[rows])
         return out
 
     @staticmethod

@@ -84,8 +84,6 @@ class MetricLoss(nn.Module):
             raise ValueError(
                 f"embeddings are {embeddings.semantic.shape[1]}-d, the loss expects {self.embedding_dim}-d"
             )
-        if self.num_classes is not None:
-            sets.check_below(self.num_classes)
         return embeddings, sets
 
     def extra_repr(self) -> str:
@@ -99,6 +97,8 @@ class PairLoss(MetricLoss):
     def forward(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
         """The loss of a batch, a scalar; ``seed`` fixes the random choices of losses that make any."""
         e, sets = self._checked(embeddings, labels)
+        if self.num_classes is not None:
+            sets.check_below(self.num_classes)
         return self._loss(self._pairs(e), sets.matches(), e.semantic.shape[1], seed)
 
     def _loss(self, pairs: Tensor, matches: Tensor, dim: int, seed: int | None) -> Tensor:
