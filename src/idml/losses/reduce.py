@@ -24,11 +24,11 @@ def log_sum_exp(values: Tensor, dim: int, *, scale: float = 1.0, mask: Tensor | 
 def log_share_of_matches(values: Tensor, matches: Tensor, *, scale: float) -> Tensor:
     """log(Σ over the matches e^(scale·v) / Σ over all e^(scale·v)) for each row [n]; every row needs a match."""
     rows, columns = matches.nonzero(as_tuple=True)
-    chosen = values[rows, columns] * scale
     if torch.equal(rows, torch.arange(len(matches), device=rows.device)):  # plain labels: one match a row
-        return chosen - log_sum_exp(values, 1, scale=scale)
+        return values.gather(1, columns.unsqueeze(1)).squeeze(1) * scale - log_sum_exp(values, 1, scale=scale)
     if len(rows.unique_consecutive()) < len(matches):
         raise ValueError("an image matches none of the proxies")
+    chosen = values[rows, columns] * scale
     top = torch.full((len(values),), -torch.inf, dtype=values.dtype, device=values.device)
     top = top.scatter_reduce(0, rows, chosen.detach(), "amax")
     sums = torch.zeros_like(top).index_add(0, rows, (chosen - top[rows]).exp())
