@@ -22,6 +22,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/loss_step.py
+	$(BIN)/python benchmarks/made_data.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -14,15 +15,20 @@ _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
 def read_image(path: str | Path, *, min_side: int | None = None) -> Image.Image:
+    """The image file as RGB; see `decode_image`."""
+    return decode_image(path, str(path), min_side=min_side)
+
+
+def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int | None = None) -> Image.Image:
     """The image as RGB: turned as its EXIF says, transparency on white, 16-bit grey scaled, the first frame.
 
     ``min_side`` lets a JPEG be decoded at reduced size, never below that many pixels on its shorter side. What
-    cannot be read raises ``ValueError`` with the file's name.
+    cannot be read raises ``ValueError`` with the image's ``name``.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a decoder only warns about does not name the file
-            with Image.open(path, formats=FORMATS) as image:
+            with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
                 if min_side is not None and image.format == "JPEG":
@@ -30,12 +36,12 @@ def read_image(path: str | Path, *, min_side: int | None = None) -> Image.Image:
                 image.load()
                 return _as_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no image {str(path)!r}") from None
+        raise FileNotFoundError(f"there is no image {name!r}") from None
     except UnidentifiedImageError:
-        raise ValueError(f"cannot read the image {str(path)!r}: it is none of {', '.join(FORMATS)}") from None
+        raise ValueError(f"cannot read the image {name!r}: it is none of {', '.join(FORMATS)}") from None
     except Exception as error:  # decoders raise whatever they like
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"cannot read the image {str(path)!r}: {reason}") from error
+        raise ValueError(f"cannot read the image {name!r}: {reason}") from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
