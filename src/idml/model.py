@@ -195,7 +195,7 @@ def save_model(model: Model, run: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     data = save(
         {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()},
-        metadata={"format": "pt", "idml": json.dumps(dataclasses.asdict(model.config))},
+        metadata={"idml": json.dumps(dataclasses.asdict(model.config))},  # one entry: several come in any order
     )
     path, temporary = folder / FILE, folder / f".{FILE}.{os.getpid()}"
     try:

@@ -1,0 +1,262 @@
+"""Crops and flips, and the ways to make images ambiguous: Mixup, CutMix, low resolution, blur, occlusion.
+
+All act on a batch [n, c, h, w] of floats in [0, 1] (uint8 is converted) on its own device. Random numbers come from a
+CPU generator (``sampling.random_stream``), so they are the same on every device.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from idml.data.sampling import random_stream
+from idml.embeddings import full_precision
+from idml.labels import LabelSets
+
+IN_PLACE = ("low_resolution", "blur", "occlusion")
+MIXTURES = ("mixup", "cutmix")
+KINDS = (*MIXTURES, *IN_PLACE)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Images, their label sets, which of them are mixtures, and the share λ of the first parent in those."""
+
+    images: Tensor
+    labels: LabelSets
+    mixed: Tensor
+    lam: float | None = None
+
+
+def apply_ambiguity(images: Tensor, labels: Tensor, kinds: Sequence[str], *, seed: int, epoch: int, step: int) -> Batch:
+    """A training batch with the given kinds of ambiguity, each with its defaults.
+
+    ``low_resolution``, ``blur`` and ``occlusion`` act in place, in this order; then ``mixup`` or ``cutmix`` adds as
+    many mixed images. With both of these, each batch draws which one it gets. Every kind has its own random stream:
+    adding one changes nothing about the others.
+    """
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in kinds:
+        _check_kind(kind, KINDS)
+    images = _floats(images)
+    if "low_resolution" in kinds:
+        images = low_resolution(images)
+    if "blur" in kinds:
+        images = blur(images, random_stream("blur", seed, epoch, step))
+    if "occlusion" in kinds:
+        images = occlude(images, random_stream("occlusion", seed, epoch, step))
+    mixtures = [kind for kind in MIXTURES if kind in kinds]
+    if not mixtures:
+        unmixed = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+        return Batch(images, LabelSets(_labels_of(images, labels)), unmixed)
+    choice = torch.randint(len(mixtures), (), generator=random_stream("kind of mixture", seed, epoch, step))
+    return with_mixtures(images, labels, mixtures[int(choice)], random_stream("mixture", seed, epoch, step))
+
+
+def with_mixtures(
+    images: Tensor, labels: Tensor, kind: str, generator: torch.Generator, *, lam: float | None = None
+) -> Batch:
+    """The n images followed by n mixtures of them, as one batch of 2n; ``kind`` is ``mixup`` or ``cutmix``."""
+    _check_kind(kind, MIXTURES)
+    images = _floats(images)
+    lam = _lambda(lam, generator)
+    mixtures, sets = (mixup if kind == "mixup" else cutmix)(images, labels, generator, lam=lam)
+    is_mixed = torch.arange(2 * len(images), device=images.device) >= len(images)
+    originals = LabelSets(_labels_of(images, labels))
+    return Batch(torch.cat([images, mixtures]), LabelSets.cat([originals, sets]), is_mixed, lam)
+
+
+def mixup(
+    images: Tensor, labels: Tensor, generator: torch.Generator, *, lam: float | None = None
+) -> tuple[Tensor, LabelSets]:
+    """x = λx₁ + (1−λ)x₂ with the label set {l₁, l₂} (Zhang et al., 2018).
+
+    One λ ~ Beta(1, 1) for the batch, unless ``lam`` is given. x₂ runs through a random permutation of the batch that
+    is a single cycle: no image is its own partner, every image is one once.
+    """
+    x, lam = _floats(images), _lambda(lam, generator)
+    partner, sets = _partners(x, labels, generator)
+    return lam * x + (1 - lam) * x[partner], sets
+
+
+def cutmix(
+    images: Tensor, labels: Tensor, generator: torch.Generator, *, lam: float | None = None
+) -> tuple[Tensor, LabelSets]:
+    """x₁ with a box of x₂ of the share 1 − λ of the area, with the label set {l₁, l₂} (Yun et al., 2019).
+
+    λ and partners are those of ``mixup``. The box is one for the batch, has the image's aspect ratio and lies wholly
+    inside (the original lets the border clip it), so that its area is right up to rounding to whole pixels.
+    """
+    x, lam = _floats(images), _lambda(lam, generator)
+    partner, sets = _partners(x, labels, generator)
+    h, w = x.shape[2:]
+    rows, columns = _boxes(torch.tensor([1 - lam]), torch.tensor([h / w]), h, w, generator)
+    return torch.where(rows.to(x.device) & columns.to(x.device), x[partner], x), sets
+
+
+def _lambda(lam: float | None, generator: torch.Generator) -> float:
+    if lam is None:
+        return float(torch.rand((), dtype=torch.float64, generator=generator))  # Beta(1, 1) is uniform
+    if not 0 <= lam <= 1:
+        raise ValueError(f"λ must lie in 0 … 1, got {lam}")
+    return lam
+
+
+def _partners(x: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, LabelSets]:
+    if len(x) < 2:
+        raise ValueError(f"mixing needs two images or more, got {len(x)}")
+    cycle = torch.randperm(len(x), generator=generator)
+    partner = torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(-1)).to(x.device)
+    labels = _labels_of(x, labels)
+    return partner, LabelSets.mixed(labels, labels[partner])
+
+
+def low_resolution(images: Tensor, factor: float = 200 / 256) -> Tensor:
+    """Resized to ``factor`` of their size and back, bilinear, without aliasing: fine detail is lost in every image."""
+    images = _floats(images)
+    if not 0 < factor <= 1:
+        raise ValueError(f"the resolution factor must lie above 0 and at most at 1, got {factor}")
+    size = [int(side) for side in images.shape[2:]]
+    small = [max(1, round(side * factor)) for side in size]
+    if small == size:
+        return images
+    down = functional.interpolate(full_precision(images), small, mode="bilinear", antialias=True)
+    return functional.interpolate(down, size, mode="bilinear").to(images.dtype)
+
+
+def blur(
+    images: Tensor, generator: torch.Generator, p: float = 0.5, sigma: float | tuple[float, float] = (0.1, 2.0)
+) -> Tensor:
+    """Each image with probability p convolved with a Gaussian exp(−t²/2σ²), its σ in pixels uniform in a range.
+
+    A single number fixes σ; the default range is SimCLR's. The Gaussian ends at 3 × the largest σ. The border is
+    mirrored with the edge repeated, so the mean brightness stays.
+    """
+    images = _floats(images)
+    low, high = _range("sigma", sigma, math.inf)
+    chosen = _chosen(len(images), p, generator)
+    sigmas = (low + (high - low) * torch.rand(len(images), dtype=torch.float64, generator=generator))[chosen]
+    if not len(chosen):
+        return images
+    radius = math.ceil(3 * high)
+    taps = torch.arange(-radius, radius + 1)
+    kernel = (-taps.square() / (2 * sigmas[:, None].clamp_min(1e-3).square())).exp()  # σ = 0: the image itself
+    kernel = (kernel / kernel.sum(dim=1, keepdim=True)).repeat_interleave(images.shape[1], dim=0)
+    chosen = chosen.to(images.device)
+    h, w = images.shape[2:]
+    x = full_precision(images[chosen]).flatten(0, 1).unsqueeze(0)  # [1, m·c, h, w], one group a plane
+    kernel = kernel.to(x.dtype).to(x.device)
+    x = functional.conv2d(x[:, :, _mirrored(h, radius, x.device)], kernel[:, None, :, None], groups=len(kernel))
+    x = functional.conv2d(x[..., _mirrored(w, radius, x.device)], kernel[:, None, None, :], groups=len(kernel))
+    return images.index_copy(0, chosen, x.reshape(-1, *images.shape[1:]).to(images.dtype))
+
+
+def occlude(
+    images: Tensor, generator: torch.Generator, p: float = 0.5, share: float | tuple[float, float] = (0.02, 0.33)
+) -> Tensor:
+    """Each image with probability p loses a random rectangle, as in random erasing (Zhong et al., 2020).
+
+    The rectangle has a share of the area uniform in a range (a single number fixes it) and a height : width log-uniform
+    in 0.3 … 3.3, as far as it fits, and is filled with the image's own mean colour.
+    """
+    images = _floats(images)
+    low, high = _range("share", share, 1.0)
+    n, _, h, w = images.shape
+    chosen = _chosen(n, p, generator)
+    shares = low + (high - low) * torch.rand(n, generator=generator)
+    log_fits = (shares * h / w).log(), (h / (w * shares)).log()  # where neither side is longer than the image's
+    narrow, wide = (torch.tensor(math.log(r)).clamp(*log_fits) for r in (0.3, 3.3))
+    ratio = (narrow + (wide - narrow) * torch.rand(n, generator=generator)).exp()
+    rows, columns = _boxes(shares, ratio, h, w, generator)
+    hit = torch.zeros(n, 1, 1, 1, dtype=torch.bool).index_fill_(0, chosen, True)
+    hidden = (hit & rows).to(images.device) & columns.to(images.device)
+    return torch.where(hidden, images.mean(dim=(2, 3), keepdim=True), images)
+
+
+def crop_and_flip(images: Tensor, size: int, generator: torch.Generator, p: float = 0.5) -> Tensor:
+    """A random window of ``size`` × ``size`` of each image, mirrored left to right with probability p."""
+    h, w = _room(images, size)
+    top = torch.randint(h + 1, (len(images),), generator=generator).tolist()
+    left = torch.randint(w + 1, (len(images),), generator=generator).tolist()
+    flipped = _chosen(len(images), p, generator).to(images.device)
+    # Stacking slices copies whole rows: on a CPU four times as fast as gathering by index.
+    crops = torch.stack([x[:, i : i + size, j : j + size] for x, i, j in zip(images, top, left, strict=True)])
+    crops[flipped] = crops[flipped].flip(3)
+    return _floats(crops)
+
+
+def centre_crop(images: Tensor, size: int) -> Tensor:
+    """The middle ``size`` × ``size`` of each image."""
+    top, left = (room // 2 for room in _room(images, size))
+    return _floats(images[:, :, top : top + size, left : left + size])
+
+
+def _room(images: Tensor, size: int) -> tuple[int, int]:
+    """How far a window can move down and right."""
+    _check_images(images)
+    h, w = images.shape[2:]
+    if not 1 <= size <= min(h, w):
+        raise ValueError(f"a crop of {size} × {size} does not fit images of {h} × {w}")
+    return h - size, w - size
+
+
+def _boxes(shares: Tensor, ratio: Tensor, h: int, w: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Boxes at random places with given shares of the area and height : width; masks [n, 1, h, 1], [n, 1, 1, w]."""
+    height = (shares * ratio * (h * w)).sqrt().round().clamp(1, h)
+    width = (shares * (h * w) / height).round().clamp(0, w)
+
+    def inside(length: Tensor, side: int) -> Tensor:
+        start = (torch.rand(len(length), generator=generator) * (side - length + 1)).floor().clamp(max=side - length)
+        place = torch.arange(side)
+        return (place >= start[:, None]) & (place < (start + length)[:, None])
+
+    return inside(height, h)[:, None, :, None], inside(width, w)[:, None, None, :]
+
+
+def _mirrored(side: int, radius: int, device: torch.device) -> Tensor:
+    """Where the places −radius … side + radius − 1 lie in an image that goes on mirrored: … 1 0 | 0 1 … | … ."""
+    place = torch.arange(-radius, side + radius, device=device) % (2 * side)
+    return torch.minimum(place, 2 * side - 1 - place)
+
+
+def _chosen(n: int, p: float, generator: torch.Generator) -> Tensor:
+    """The numbers of the images that are drawn with probability p each."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"a probability lies in 0 … 1, got {p}")
+    return (torch.rand(n, generator=generator) < p).nonzero().flatten()
+
+
+def _range(name: str, value: float | tuple[float, float], most: float) -> tuple[float, float]:
+    low, high = value if isinstance(value, tuple | list) else (value, value)
+    if not 0 <= low <= high <= most or math.isinf(high):
+        raise ValueError(f"{name} must be a number or a range (low, high) of 0 … {most}, got {value}")
+    return low, high
+
+
+def _check_kind(kind: str, known: tuple[str, ...]) -> None:
+    if kind not in known:
+        near = get_close_matches(str(kind), known, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown kind of ambiguity {kind!r}; did you mean {near!r}? Known: {', '.join(known)}")
+
+
+def _check_images(images: Tensor) -> None:
+    if images.ndim != 4 or not images.numel() or not (images.is_floating_point() or images.dtype == torch.uint8):
+        raise ValueError(
+            "images must be a batch [n, c, h, w] of floats or uint8 with at least one pixel, "
+            f"got {images.dtype} of shape {list(images.shape)}"
+        )
+
+
+def _floats(images: Tensor) -> Tensor:
+    _check_images(images)
+    return images.float() / 255 if images.dtype == torch.uint8 else images
+
+
+def _labels_of(images: Tensor, labels: Tensor) -> Tensor:
+    if len(labels) != len(images):
+        raise ValueError(f"{len(images)} images but {len(labels)} labels")
+    return labels.to(images.device)

@@ -1,0 +1,122 @@
+"""Decoded images at working size, in one memory-mapped file: decoded once, read by every later run.
+
+The file holds uint8 [images, side, side, 3] behind an ordinary .npy header, and beside it a list of the images that
+could not be read. It is built under a temporary name and renamed, under a lock: a kill leaves nothing half-made, and a
+second process waits for the first and then uses its file.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from idml.data.sources import ImageSet
+
+_VERSION = 1
+Progress = Callable[[int, int], None]
+
+
+def cache_folder() -> Path:
+    """Where caches go: $IDML_CACHE, else $XDG_CACHE_HOME/idml, else ~/.cache/idml."""
+    own = os.environ.get("IDML_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "idml"
+
+
+@dataclass(frozen=True, eq=False)
+class Pixels:
+    """The images of a set, ``side`` pixels square; ``broken`` names those that could not be read, with the reason.
+
+    A broken image is black and never asked for: `usable` lists the others.
+    """
+
+    images: ImageSet
+    array: NDArray[np.uint8]
+    broken: dict[int, str]
+
+    @property
+    def side(self) -> int:
+        """Pixels along each side."""
+        return int(self.array.shape[1])
+
+    @property
+    def usable(self) -> Tensor:
+        """The numbers of the images that could be read [n]."""
+        sound = torch.ones(len(self.images), dtype=torch.bool)
+        sound[list(self.broken)] = False
+        return sound.nonzero().squeeze(1)
+
+    def batch(self, numbers: Tensor) -> Tensor:
+        """The chosen images as uint8 [n, 3, side, side]."""
+        return torch.from_numpy(self.array[numbers.numpy()]).permute(0, 3, 1, 2).contiguous()
+
+
+def load_pixels(
+    images: ImageSet, side: int, *, folder: Path | None = None, max_broken: int = 100, progress: Progress | None = None
+) -> Pixels:
+    """The images of ``images`` resized to ``side``×``side``, from the cache or decoded now.
+
+    More than ``max_broken`` unreadable images are an error that names the first.
+    """
+    if side < 1:
+        raise ValueError(f"the image size must be 1 or larger, got {side}")
+    if len(images) == 0:
+        raise ValueError(f"{images.name} holds no image")
+    folder = cache_folder() if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"pixels-{images.fingerprint}-{side}-v{_VERSION}.npy"
+    with _locked(path.with_suffix(".lock")):
+        if not (path.exists() and path.with_suffix(".json").exists()):
+            _build(images, side, path, max_broken, progress)
+    broken = {int(i): reason for i, reason in json.loads(path.with_suffix(".json").read_text()).items()}
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.shape != (len(images), side, side, 3) or array.dtype != np.uint8:
+        raise ValueError(f"the cache {path.name} does not fit {images.name}; delete it")
+    _require_few(broken, max_broken, images)
+    return Pixels(images, array, broken)
+
+
+def _build(images: ImageSet, side: int, path: Path, max_broken: int, progress: Progress | None) -> None:
+    temporary = path.with_suffix(".part")  # one builder at a time holds the lock, so a leftover may be overwritten
+    broken: dict[int, str] = {}
+    try:
+        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=(len(images), side, side, 3))
+        for i, source in enumerate(images.sources):
+            try:
+                image = source.decode(min_side=side).resize((side, side), Image.Resampling.BILINEAR)
+                array[i] = np.asarray(image)
+            except (ValueError, OSError) as error:
+                broken[i] = str(error)
+                _require_few(broken, max_broken, images)
+            if progress is not None:
+                progress(i + 1, len(images))
+        array.flush()
+        notes = path.with_suffix(".json.part")
+        notes.write_text(json.dumps(broken))
+        notes.replace(path.with_suffix(".json"))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _require_few(broken: dict[int, str], limit: int, images: ImageSet) -> None:
+    if len(broken) > limit or len(broken) == len(images):
+        first = next(iter(broken.values()))
+        raise ValueError(f"{images.name}: {len(broken)} of {len(images)} images cannot be read (first: {first})")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

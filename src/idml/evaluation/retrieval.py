@@ -1,0 +1,173 @@
+"""Retrieval and clustering figures: Recall@K, R-Precision, MAP@R, NMI.
+
+For a query with R other images of its class in the gallery, rel(i) = 1 where its i-th neighbour is one of them:
+
+    Recall@K     1 if any of rel(1 … K) is 1, else 0
+    R-Precision  1/R · Σ_{i ≤ R} rel(i)
+    MAP@R        1/R · Σ_{i ≤ R} rel(i)·P(i),   P(i) = 1/i · Σ_{j ≤ i} rel(j)       (Musgrave et al., 2020)
+
+each averaged over the queries. Neighbours are exact and ties go to the smaller gallery index, see
+`idml.evaluation.neighbours`.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from idml.evaluation.neighbours import Names, Points, Search, numbered
+from idml.metric import IntrospectiveMetric
+
+_HITS = 1 << 20  # neighbours looked at together
+_SEED, _ITERATIONS = 0, 20  # of k-means
+
+
+def evaluate_retrieval(
+    embeddings: Points,
+    labels: Names,
+    *,
+    gallery: Points | None = None,
+    gallery_labels: Names | None = None,
+    metric: IntrospectiveMetric | None = None,
+    recall_at: Sequence[int] = (1, 2, 4, 8),
+    nmi: bool = False,
+    query_ids: Names | None = None,
+    gallery_ids: Names | None = None,
+) -> dict[str, float | int | None]:
+    """How well images find others of their class, as fractions in [0, 1].
+
+    Args:
+        embeddings: a plain tensor is compared by Euclidean distance as it is, Embeddings by their unit semantic part.
+        labels: the class of each image, whole numbers or strings.
+        gallery: where to search; without it, among the images themselves, each left out of its own answer.
+        gallery_labels: the classes of the gallery's images.
+        metric: compares Embeddings; rules ``similar`` and ``off``.
+        recall_at: the K of Recall@K.
+        nmi: also cluster ``embeddings`` (see `clusters`) and report the normalised mutual information with their
+            classes, images alone in their class included; None with rule ``similar``, which k-means cannot use.
+        query_ids: names of the images; a gallery image with the query's id is neither its neighbour nor in its R.
+        gallery_ids: names of the gallery's images.
+
+    Returns:
+        ``recall@K`` for each K, ``r_precision``, ``map@r``, ``nmi`` if asked for, ``queries``, and ``singletons``:
+        images whose class has no other image in the gallery. They count in no figure as queries, but others can find
+        them.
+
+    >>> x = torch.tensor([[0.0], [1.0], [1.5], [9.0]])
+    >>> figures = evaluate_retrieval(x, ["cat", "cat", "dog", "fox"], recall_at=[1, 2])
+    >>> figures["recall@1"], figures["recall@2"], figures["queries"], figures["singletons"]
+    (0.5, 1.0, 2, 2)
+    """
+    recall_at = _recalls(recall_at)
+    if (gallery is None) != (gallery_labels is None):
+        raise ValueError("a gallery needs gallery_labels, and gallery_labels need a gallery")
+    search = Search(embeddings, gallery, metric, query_ids, gallery_ids)
+    device = search.first.device
+    codes = numbered("labels", labels, *(() if gallery_labels is None else (gallery_labels,)))
+    own, theirs = codes[0].to(device), codes[-1].to(device)
+    for side, given, images in (("", own, search.queries), ("gallery ", theirs, search.gallery)):
+        if len(given) != images:
+            raise ValueError(f"{len(given)} {side}labels for {images} {side}images")
+    relevant = _relevant(search, own, theirs)
+    sums = _sums(search, own, theirs, relevant, recall_at)
+    queries = int((relevant > 0).sum())
+    if queries == 0:
+        raise ValueError(f"none of the {search.queries} images has another image of its class to find")
+    names = [f"recall@{k}" for k in recall_at] + ["r_precision", "map@r"]
+    figures: dict[str, float | int | None] = {
+        name: value / queries for name, value in zip(names, sums.tolist(), strict=True)
+    }
+    if nmi and search.metric is not None:
+        figures["nmi"] = None
+    elif nmi:
+        figures["nmi"] = normalized_mutual_information(own, clusters(search.alpha.a, len(own.unique())))
+    return {**figures, "queries": queries, "singletons": search.queries - queries}
+
+
+def _relevant(search: Search, own: Tensor, theirs: Tensor) -> Tensor:
+    """R of each query: gallery images of its class, those with its id not counted."""
+    classes = int(torch.maximum(own.max(), theirs.max())) + 1
+    relevant = torch.bincount(theirs, minlength=classes)[own]
+    line, column = search.excluded(torch.arange(search.queries, device=own.device))
+    return relevant - torch.bincount(line[own[line] == theirs[column]], minlength=search.queries)
+
+
+def _sums(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> Tensor:
+    """Recall@K for each K, R-Precision and MAP@R, summed over the queries, in float64."""
+    sums = torch.zeros(len(recall_at) + 2, dtype=torch.float64, device=own.device)
+    order = relevant.argsort(stable=True)
+    order = order[relevant[order] > 0]  # queries of similar R go together, so that no list is much longer than needed
+    start = 0
+    while start < len(order):
+        shortest = max(int(relevant[order[start]]), max(recall_at, default=1))
+        rows = order[start : start + max(1, _HITS // (2 * shortest))]
+        rows = rows[relevant[rows] <= 2 * shortest]
+        start += len(rows)
+        r = relevant[rows].unsqueeze(1)
+        found = search.top(max(int(r.max()), *recall_at, 1), rows).indices
+        hits = (theirs[found.clamp_min(0)] == own[rows].unsqueeze(1)) & (found >= 0)
+        for i, k in enumerate(recall_at):
+            sums[i] += hits[:, :k].any(dim=1).sum()
+        place = torch.arange(1, found.shape[1] + 1, device=own.device)
+        hits &= place <= r
+        precision = hits.cumsum(dim=1).double() / place  # P(i)
+        sums[-2] += (hits.sum(dim=1, keepdim=True) / r.double()).sum()
+        sums[-1] += ((precision * hits).sum(dim=1, keepdim=True) / r).sum()
+    return sums
+
+
+def clusters(x: Tensor, count: int) -> Tensor:
+    """k-means from ``count`` random rows, 20 iterations, seed 0: by faiss where installed, else by scikit-learn."""
+    rows = x.detach().float().cpu().contiguous().numpy()
+    try:
+        faiss = import_module("faiss")
+    except ImportError:
+        try:
+            means = import_module("sklearn.cluster").KMeans(
+                count, init="random", n_init=1, max_iter=_ITERATIONS, tol=0.0, random_state=_SEED
+            )
+        except ImportError:
+            raise ValueError("NMI needs faiss or scikit-learn: pip install faiss-cpu") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that 20 iterations do not converge, that equal rows share a cluster
+            return torch.as_tensor(means.fit_predict(rows), dtype=torch.long, device=x.device)
+    means = faiss.Kmeans(
+        rows.shape[1],
+        count,
+        niter=_ITERATIONS,
+        seed=_SEED,
+        min_points_per_centroid=1,
+        max_points_per_centroid=len(rows),
+    )
+    means.train(rows)
+    return torch.as_tensor(means.index.search(rows, 1)[1].ravel(), dtype=torch.long, device=x.device)
+
+
+def normalized_mutual_information(classes: Tensor, found: Tensor) -> float:
+    """NMI = 2·I(classes; found) / (H(classes) + H(found)), 1 if both are one single group.
+
+    >>> normalized_mutual_information(torch.tensor([0, 0, 1, 1]), torch.tensor([5, 5, 3, 3]))
+    1.0
+    """
+    rows, columns = (x.unique(return_inverse=True)[1] for x in (classes, found))
+    width = int(columns.max()) + 1
+    cells, both = (rows * width + columns).unique(return_counts=True)  # the non-empty cells of the contingency table
+    total = len(rows)
+    a, b = torch.bincount(rows).double(), torch.bincount(columns).double()
+    entropies = sum(float(-(p * p.log()).sum()) for p in (a / total, b / total))
+    if len(a) == len(b) == 1:
+        return 1.0
+    p = both.double() / total
+    independent = (a[cells // width] / total) * (b[cells % width] / total)
+    return min(1.0, max(0.0, 2.0 * float((p * (p / independent).log()).sum()) / entropies))
+
+
+def _recalls(recall_at: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(recall_at, str) or not isinstance(recall_at, Iterable):
+        raise ValueError(f"recall_at takes a list of whole numbers, got {recall_at!r}")
+    for k in recall_at:
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"recall_at takes whole numbers above 0, got {k!r}")
+    return tuple(recall_at)

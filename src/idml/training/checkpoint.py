@@ -1,0 +1,109 @@
+"""Checkpoints: everything a run needs to go on, in one safetensors file that is written whole or not at all."""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from idml.training.config import TrainConfig, difference, from_dict
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: ``step`` steps are done, and the best held-out result was seen at ``best_step``."""
+
+    step: int = 0
+    best_step: int = -1
+    best_score: float = -1.0
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it: a kill at any moment leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(
+    path: Path,
+    model: nn.Module,
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    config: TrainConfig,
+    dataset: str,
+) -> None:
+    """Everything that changes during training; the random numbers need no saving, they follow from the step."""
+    from safetensors.torch import save
+
+    tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
+    tensors |= {f"loss.{k}": v for k, v in loss.state_dict().items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{number}.{k}": torch.as_tensor(v) for k, v in state.items()}
+    note = {"progress": asdict(progress), "config": asdict(config), "dataset": dataset}
+    data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata={"idml": json.dumps(note)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, data)
+
+
+def load_checkpoint(
+    path: Path,
+    model: nn.Module,
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    dataset: str,
+) -> Progress:
+    """Put a checkpoint back; one of another configuration or data set is refused with the difference."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            note = json.loads(file.metadata()["idml"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a sound checkpoint ({str(error).splitlines()[0]})") from None
+    changed = difference(from_dict(note["config"]), config)
+    if changed:
+        raise ValueError(f"cannot resume with other options: {'; '.join(changed)}")
+    if note["dataset"] != dataset:
+        raise ValueError(f"cannot resume on other data: {config.data} no longer holds the images this run began with")
+    model.load_state_dict(_below("model.", tensors))
+    loss.load_state_dict(_below("loss.", tensors))
+    state = optimizer.state_dict()
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in _below("optimizer.", tensors).items():
+        number, key = name.split(".", 1)
+        moments.setdefault(int(number), {})[key] = tensor
+    optimizer.load_state_dict({"state": moments, "param_groups": state["param_groups"]})
+    return Progress(**note["progress"])
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def lock_run(run: Path) -> TextIO:
+    """Hold the run directory for this process until the returned file is closed; a second run is refused."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        file = (run / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"cannot write into the run directory {str(run)!r} ({error.strerror})") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"another run is writing into {str(run)!r}") from None
+    return file

@@ -1,0 +1,155 @@
+"""The one place where a training option exists: flags, YAML files and a run's config.yaml all come from here."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+Method = Literal["idml", "ism", "mixup", "plain", "pel", "pel-mixup"]
+Ambiguity = Literal["mixup", "cutmix", "low_resolution", "blur", "occlusion"]
+Schedule = Literal["constant", "step", "cosine"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of one training run."""
+
+    data: str
+    """What to train on: glyphs, cub:PATH, cars:PATH, sop:PATH, inshop:PATH, folder:PATH, csv:FILE."""
+    out: str
+    """The run directory."""
+    loss: str = "multi_similarity"
+    """Name of the loss."""
+    method: Method = "idml"
+    """idml: metric and Mixup; ism: metric alone; mixup; plain; pel: probabilistic embeddings; pel-mixup."""
+    ambiguity: tuple[Ambiguity, ...] = ()
+    """Kinds of ambiguous images to train on, beside those of the method."""
+    tau: float = 5.0
+    """Temperature of the metric."""
+    gamma: float = 0.0
+    """Introspective bias of the metric (the paper: 3 for Cars196, else 0)."""
+    trunk: str = "tf_efficientnet_lite0"
+    """Any timm model, or conv4 for small images."""
+    pretrained: bool = True
+    """Start from ImageNet weights (conv4 has none)."""
+    embedding_dim: int = 512
+    """Size of s and of u."""
+    bound: float | None = None
+    """Squash the length of u below this."""
+    detach: bool = False
+    """Keep the gradient of u out of the trunk."""
+    image_size: int | None = None
+    """Pixels; by default what the trunk was made for."""
+    epochs: int = 10
+    """Passes over the training images."""
+    batch_size: int = 120
+    """Images a step, before mixtures double them."""
+    per_class: int = 4
+    """Images of each class in a batch; 0 draws images without regard to classes."""
+    lr: float = 1e-4
+    """Learning rate of the trunk and the heads."""
+    proxy_lr: float = 100.0
+    """Learning rate of the proxies, in units of lr."""
+    weight_decay: float = 1e-4
+    """Weight decay of AdamW."""
+    schedule: Schedule = "step"
+    """How the learning rate falls."""
+    step_epochs: int = 5
+    """With schedule step: epochs between two falls."""
+    step_factor: float = 0.5
+    """With schedule step: what is left of the learning rate after each."""
+    warmup_epochs: int = 0
+    """Epochs in which only the heads (and proxies) learn."""
+    freeze_bn: bool = True
+    """Keep the statistics of batch normalisation as they are (ignored without pretrained weights)."""
+    clip: float = 10.0
+    """Gradient values are clipped at this."""
+    holdout: float = 0.1
+    """Share of the training classes kept for choosing the best epoch."""
+    split: str = "official"
+    """Which classes train: official, all, or a share such as 0.8."""
+    strict_data: bool = False
+    """An incomplete data set is an error."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints."""
+    workers: int = 0
+    """Processes that prepare batches."""
+    seed: int = 0
+    """Fixes everything random."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ambiguity", tuple(self.ambiguity))
+        for name, kind in (("method", Method), ("schedule", Schedule)):
+            _require_choice(name, getattr(self, name), get_args(kind))
+        for value in self.ambiguity:
+            _require_choice("ambiguity", value, get_args(Ambiguity))
+        for name in ("epochs", "batch_size", "embedding_dim", "step_epochs", "checkpoint_every"):
+            _require_number(name, getattr(self, name), at_least=1, whole=True)
+        for name in ("per_class", "warmup_epochs", "workers", "seed"):
+            _require_number(name, getattr(self, name), at_least=0, whole=True)
+        for name in ("tau", "lr", "proxy_lr", "clip", "step_factor"):
+            _require_number(name, getattr(self, name), above=0)
+        for name in ("gamma", "weight_decay", "holdout"):
+            _require_number(name, getattr(self, name), at_least=0)
+        if self.holdout >= 1:
+            raise ValueError(f"holdout must be below 1, got {self.holdout}")
+        if self.per_class and self.batch_size % self.per_class:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of per_class {self.per_class}")
+
+    @property
+    def introspective(self) -> bool:
+        """Whether pairs are compared by the introspective metric."""
+        return self.method in ("idml", "ism")
+
+    @property
+    def probabilistic(self) -> bool:
+        """Whether the model gives Gaussians."""
+        return self.method in ("pel", "pel-mixup")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of ambiguity of this run, the method's own included."""
+        own = ("mixup",) if self.method in ("idml", "mixup", "pel-mixup") and not self._mixes else ()
+        return (*self.ambiguity, *own)
+
+    @property
+    def _mixes(self) -> bool:
+        return "mixup" in self.ambiguity or "cutmix" in self.ambiguity
+
+
+def from_dict(values: dict[str, Any]) -> TrainConfig:
+    """The configuration of a mapping, as a YAML file holds it; an unknown key names the nearest known one."""
+    known = [f.name for f in dataclasses.fields(TrainConfig)]
+    for key in values:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown option {key!r}; did you mean {near!r}?")
+    missing = [
+        f.name for f in dataclasses.fields(TrainConfig) if f.default is dataclasses.MISSING and f.name not in values
+    ]
+    if missing:
+        raise ValueError(f"the option {missing[0]!r} is missing")
+    return TrainConfig(**values)
+
+
+def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """What differs between two configurations, a line each; where a run lies does not count."""
+    a, b = dataclasses.asdict(old), dataclasses.asdict(new)
+    return [f"{key}: {a[key]!r} → {b[key]!r}" for key in a if key not in ("out", "workers") and a[key] != b[key]]
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown {name} {value!r}; did you mean {near!r}? (one of {', '.join(choices)})")
+
+
+def _require_number(
+    name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf, whole: bool = False
+) -> None:
+    sound = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+    if not sound or not (isinstance(value, int | float) and value >= at_least and value > above):
+        what = "a whole number" if whole else "a number"
+        limit = f" of at least {at_least:g}" if at_least > -math.inf else f" above {above:g}"
+        raise ValueError(f"{name} must be {what}{limit}, got {value!r}")

@@ -1,0 +1,35 @@
+"""A small folder of pictures to train on in a second."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+CLASSES, EACH = 12, 6
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """Twelve classes of six noisy patterns, 24 pixels square."""
+    root = tmp_path_factory.mktemp("pictures")
+    noise = np.random.default_rng(0)
+    for c in range(CLASSES):
+        (root / f"class {c:02d}").mkdir()
+        pattern = np.kron(noise.integers(40, 216, (4, 4, 3)), np.ones((6, 6, 1)))
+        for i in range(EACH):
+            pixels = (pattern + noise.normal(0, 25, pattern.shape)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(root / f"class {c:02d}" / f"{i}.png")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path_factory.getbasetemp() / "idml-cache"))
+
+
+@pytest.fixture
+def options(pictures):
+    """Options of a run that takes a second."""
+    return {
+        "data": f"folder:{pictures}", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8,
+        "epochs": 3, "batch_size": 8, "per_class": 2, "lr": 1e-3, "holdout": 0.34, "checkpoint_every": 2,
+    }  # fmt: skip

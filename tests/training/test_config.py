@@ -1,0 +1,96 @@
+import argparse
+
+import pytest
+
+from idml.training.config import TrainConfig, difference, from_dict
+from idml.training.options import add_options, chosen_options
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    add_options(parser)
+    return chosen_options(parser.parse_args(arguments))
+
+
+def test_every_field_is_a_flag():
+    config = parse(
+        "--data", "glyphs", "--out", "x", "--loss", "contrastive", "--method", "ism", "--ambiguity", "blur", "cutmix",
+        "--image-size", "64", "--bound", "1.5", "--no-freeze-bn", "--strict-data", "--gamma", "3",
+    )  # fmt: skip
+    assert config == TrainConfig(
+        data="glyphs", out="x", loss="contrastive", method="ism", ambiguity=("blur", "cutmix"), image_size=64,
+        bound=1.5, freeze_bn=False, strict_data=True, gamma=3.0,
+    )  # fmt: skip
+
+
+def test_every_flag_says_what_it_is_for():
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for action in parser._actions:
+        assert action.help, action.dest
+
+
+def test_a_file_gives_options_and_flags_override_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data: glyphs\nout: x\nepochs: 7\nambiguity: [blur]\nlr: 0.002\n")
+    config = parse("--config", str(file), "--epochs", "9")
+    assert (config.data, config.epochs, config.lr, config.ambiguity) == ("glyphs", 9, 0.002, ("blur",))
+
+
+@pytest.mark.parametrize(
+    ("method", "ambiguity", "kinds", "introspective"),
+    [
+        ("idml", (), ("mixup",), True),
+        ("ism", (), (), True),
+        ("mixup", (), ("mixup",), False),
+        ("plain", ("blur",), ("blur",), False),
+        ("idml", ("cutmix",), ("cutmix",), True),
+        ("pel-mixup", ("occlusion",), ("occlusion", "mixup"), False),
+    ],
+)
+def test_methods(method, ambiguity, kinds, introspective):
+    config = TrainConfig(data="glyphs", out="x", method=method, ambiguity=ambiguity)
+    assert config.kinds == kinds
+    assert config.introspective is introspective
+
+
+def test_difference_names_what_changed():
+    old = TrainConfig(data="glyphs", out="x")
+    new = TrainConfig(data="glyphs", out="elsewhere", lr=0.5, workers=2)
+    assert difference(old, new) == ["lr: 0.0001 → 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"epoch": 3}, "unknown option 'epoch'; did you mean 'epochs'"),
+        ({"method": "idm"}, "unknown method 'idm'; did you mean 'idml'"),
+        ({"ambiguity": ["mixupp"]}, "unknown ambiguity 'mixupp'; did you mean 'mixup'"),
+        ({"schedule": "cos"}, "did you mean 'cosine'"),
+        ({"epochs": 0}, "epochs must be a whole number of at least 1, got 0"),
+        ({"epochs": 2.5}, "epochs must be a whole number"),
+        ({"lr": 0}, "lr must be a number above 0"),
+        ({"lr": float("nan")}, "lr must be a number"),
+        ({"lr": "fast"}, "lr must be a number"),
+        ({"gamma": -1}, "gamma must be a number of at least 0"),
+        ({"holdout": 1.0}, "holdout must be below 1"),
+        ({"batch_size": 10, "per_class": 4}, "batch_size 10 is not a multiple of per_class 4"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        from_dict({"data": "glyphs", "out": "x", **options})
+
+
+def test_missing_and_unreadable(tmp_path):
+    with pytest.raises(ValueError, match="option 'out' is missing"):
+        from_dict({"data": "glyphs"})
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        parse("--config", str(tmp_path / "none.yaml"))
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    with pytest.raises(ValueError, match="must hold options"):
+        parse("--config", str(tmp_path / "list.yaml"))
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    with pytest.raises(ValueError, match="not a YAML file"):
+        parse("--config", str(tmp_path / "bad.yaml"))

@@ -1,0 +1,136 @@
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from idml.losses import LOSSES
+from idml.model import Model, build_model, load_model
+from idml.training import checkpoint
+from idml.training.checkpoint import lock_run
+from idml.training.config import TrainConfig
+from idml.training.loop import train
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_what_the_contract_says(options, tmp_path):
+    run, notes = tmp_path / "run", []
+    metrics = train(TrainConfig(out=str(run), **options), note=notes.append)
+    for name in ("config.yaml", "model.safetensors", "metrics.json", "log.jsonl", "checkpoints/last.safetensors"):
+        assert (run / name).is_file()
+    assert json.loads((run / "metrics.json").read_text()) == metrics
+    assert yaml.safe_load((run / "config.yaml").read_text())["lr"] == 1e-3
+    assert 0 < metrics["selected"]["recall@1"] <= 1
+    steps = [row for row in rows(run) if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, metrics["steps"] + 1))
+    assert all({"level_clean", "level_mixed", "level_spread", "weight", "images/s"} <= row.keys() for row in steps)
+    assert steps[0]["level_clean"] == pytest.approx(0.05, rel=0.5)
+    held_out = [row for row in rows(run) if "held_out_map@r" in row]
+    assert len(held_out) == 3
+    assert metrics["selected_score"] == max(row["held_out_map@r"] for row in held_out)
+    assert load_model(run).embed(torch.rand(2, 3, 16, 16)).level.shape == (2,)
+
+
+@pytest.mark.parametrize("method", ["plain", "ism", "mixup", "pel", "pel-mixup"])
+def test_methods_train(options, tmp_path, method):
+    metrics = train(TrainConfig(out=str(tmp_path), method=method, **{**options, "epochs": 1}))
+    doubled = method in ("mixup", "pel-mixup")
+    assert ("level_mixed" in rows(tmp_path)[0]) is doubled
+    assert ("weight" in rows(tmp_path)[0]) is (method == "ism")
+    assert metrics["steps"] > 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_train(options, tmp_path, loss):
+    run = tmp_path / loss
+    train(TrainConfig(out=str(run), loss=loss, **{**options, "epochs": 1}))
+    assert all(row["loss"] == row["loss"] for row in rows(run) if "loss" in row)
+
+
+def test_training_learns(options, tmp_path):
+    config = {**options, "epochs": 12, "lr": 3e-3}
+    train(TrainConfig(out=str(tmp_path), method="plain", loss="proxy_anchor", **config))
+    losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+def test_same_seed_same_weights_other_seed_others(options, tmp_path):
+    short = {**options, "epochs": 1}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(TrainConfig(out=str(tmp_path / name), seed=seed, **short))
+    a, b, c = (load_file(tmp_path / name / "checkpoints/last.safetensors") for name in "abc")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert any(not torch.equal(a[k], c[k]) for k in a)
+
+
+def test_warmup_trains_the_heads_alone(options, tmp_path):
+    torch.manual_seed(0)
+    runs = {}
+    for name, warmup in (("warm", 1), ("cold", 0)):
+        config = {**options, "epochs": 1, "warmup_epochs": warmup, "weight_decay": 0.0}
+        train(TrainConfig(out=str(tmp_path / name), **config))
+        runs[name] = load_model(tmp_path / name / "checkpoints" / "last").state_dict()
+    torch.manual_seed(0)
+    fresh = build_model("conv4", embedding_dim=8, image_size=16).state_dict()
+    kernel, head = "trunk.network.layers.0.weight", "semantic.weight"
+    assert torch.equal(runs["warm"][kernel], fresh[kernel])
+    assert not torch.equal(runs["cold"][kernel], fresh[kernel])
+    assert not torch.equal(runs["warm"][head], fresh[head])
+
+
+def test_an_existing_run_is_not_overwritten(options, tmp_path):
+    config = TrainConfig(out=str(tmp_path), **{**options, "epochs": 1})
+    train(config)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run"):
+        train(config)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with pytest.raises(ValueError, match=r"cannot resume with other options: lr: 0.001 → 0.01"):
+        train(TrainConfig(out=str(tmp_path), **{**options, "epochs": 1, "lr": 0.01}), resume=True)
+
+
+def test_two_runs_in_one_directory(options, tmp_path):
+    with lock_run(tmp_path), pytest.raises(ValueError, match="another run is writing"):
+        train(TrainConfig(out=str(tmp_path), **options))
+
+
+def test_nan_stops_and_names_the_images(options, tmp_path, monkeypatch):
+    config = TrainConfig(out=str(tmp_path), **options)
+    forward = Model.forward
+    calls = []
+
+    def poisoned(self, images):
+        calls.extend([1] * self.training)
+        out = forward(self, images)
+        return out if len(calls) < 4 else type(out)(out.semantic * float("nan"), out.uncertainty)
+
+    monkeypatch.setattr(Model, "forward", poisoned)
+    with pytest.raises(ValueError, match=r"step 3: .*NaN.*class \d\d/\d.png.*the last checkpoint stays"):
+        train(config)
+    monkeypatch.undo()
+    assert (tmp_path / "checkpoints/last.safetensors").exists()
+    train(config, resume=True)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_full_disk_while_checkpointing_keeps_the_old_one(options, tmp_path, monkeypatch):
+    config = TrainConfig(out=str(tmp_path), **options)
+    fsync, calls = checkpoint.os.fsync, []
+
+    def full(number):
+        calls.append(number)
+        if len(calls) > 4:
+            raise OSError(28, "No space left on device")
+        fsync(number)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(config)
+    monkeypatch.undo()
+    assert not list((tmp_path / "checkpoints").glob(".*part"))
+    train(config, resume=True)
+    assert (tmp_path / "model.safetensors").exists()
