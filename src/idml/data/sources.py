@@ -56,8 +56,8 @@ class TarSource:
             with self.archive.open("rb") as file:
                 file.seek(self.offset)
                 data = file.read(self.size)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"the archive {str(self.archive)!r} is gone") from None
+        except OSError as error:
+            raise ValueError(f"cannot read {self.name!r} from {str(self.archive)!r}: {error.strerror}") from None
         return decode_image(io.BytesIO(data), self.name, min_side=min_side)
 
 

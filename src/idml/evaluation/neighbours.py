@@ -153,7 +153,7 @@ class Search:
         low, index = bounds.topk(longer, dim=1, largest=False, sorted=False)
         index = index.sort(dim=1).values
         line = torch.arange(len(rows), device=rows.device).unsqueeze(1)
-        if _LONG < longer and self.gallery < _LONG * longer:
+        if longer > _LONG and longer * _LONG > self.gallery:
             key = self._long(rows, index)
         else:
             key = self._keys(rows.repeat_interleave(longer), index.flatten()).view(len(rows), longer)
@@ -201,10 +201,15 @@ class Search:
         is measured; so is whatever then is nearer to the next one than two such intervals, until none is left.
         """
         square, e = self.alpha.product(rows, index)
-        other, f = (None, None) if self.beta is None else self.beta.product(rows, index)
+        other = f = None
+        if self.beta is not None:
+            other, f = self.beta.product(rows, index)
         key = self._key(square, other)
         lower, upper = (
-            self._key((square + t * e).clamp_min_(0), None if other is None else (other - t * f).clamp_min_(0))
+            self._key(
+                (square + t * e).clamp_min_(0),
+                None if other is None or f is None else (other - t * f).clamp_min_(0),
+            )
             for t in (-1, 1)
         )
         gap = torch.where(upper > lower, upper - lower, 0.0)  # 0 also where both are −∞

@@ -7,10 +7,8 @@ saved; a run killed at any moment and resumed ends with the same weights, bit fo
 import dataclasses
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from idml.model import Model, build_model, load_model, save_model
 from idml.probabilistic import ProbabilisticLoss
 from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint, write_whole
 from idml.training.config import TrainConfig
+from idml.training.watch import open_log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings
 
 Report = Callable[[dict[str, Any]], None]
 Note = Callable[[str], None]
@@ -54,7 +53,7 @@ def train(
     ``report`` is called with every step's row of log.jsonl, ``note`` with lines a person should see.
     """
     run = Path(config.out)
-    with lock_run(run), _stop_on_sigterm() as asked_to_stop:
+    with lock_run(run), stop_on_sigterm() as asked_to_stop:
         last = run / "checkpoints" / "last.safetensors"
         if last.exists() and not resume:
             raise ValueError(f"{str(run)!r} already holds a run; go on with --resume, or choose another directory")
@@ -84,7 +83,7 @@ def train(
         if resume and last.exists():
             progress = load_checkpoint(last, model, loss, optimizer, config, fingerprint)
         write_whole(run / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True).encode())
-        log = _open_log(run / "log.jsonl", progress.step)
+        log = open_log(run / "log.jsonl", progress.step)
 
         def checkpoint() -> None:
             save_checkpoint(last, model, loss, optimizer, progress, config, fingerprint)
@@ -122,7 +121,7 @@ def train(
                     "loss": float(value.detach()),
                     "lr": optimizer.param_groups[0]["lr"],
                 }
-                row |= _uncertainty(embeddings, batch.mixed, config)
+                row |= uncertainty_figures(embeddings, batch.mixed, config)
                 row["images/s"] = len(batch.images) / (time.perf_counter() - started)
                 rows.append(row)
                 log.write(json.dumps(row) + "\n")
@@ -136,7 +135,7 @@ def train(
 
             # once an epoch: held-out classes, the best model, a checkpoint
             score = _validate(model, pixels.get("held out"), config) if held_out is not None else {}
-            for warning in _warnings(rows, config):
+            for warning in uncertainty_warnings(rows, config):
                 note(f"epoch {epoch}: {warning}")
             current = score.get("map@r", float(epoch))  # with nothing held out the last epoch is taken
             if current > progress.best_score:
@@ -268,33 +267,6 @@ def _loss_or_explain(
     return value
 
 
-@torch.no_grad()
-def _uncertainty(embeddings: Embeddings, mixed: Tensor, config: TrainConfig) -> dict[str, float]:
-    """‖u‖ of clean and mixed images, its spread among the clean ones, and the mean weight e^(−x) of clean pairs."""
-    clean = embeddings[~mixed].detach()
-    row = {"level_clean": float(clean.level.mean())}
-    if bool(mixed.any()):
-        row["level_mixed"] = float(embeddings[mixed].level.mean())
-    row["level_spread"] = float(clean.level.std() / clean.level.mean().clamp_min(1e-12)) if len(clean) > 1 else 0.0
-    if config.introspective and len(clean) > 1:
-        weights = IntrospectiveMetric(config.tau, config.gamma).weights(clean)
-        row["weight"] = float((weights.sum() - weights.diagonal().sum()) / (len(clean) * (len(clean) - 1)))
-    return row
-
-
-def _warnings(rows: list[dict[str, Any]], config: TrainConfig) -> list[str]:
-    """The two ways in which an uncertainty says nothing."""
-    if not (config.introspective and rows):
-        return []
-    tail = rows[-max(1, len(rows) // 4) :]
-    level, spread, weight = (sum(r[key] for r in tail) / len(tail) for key in ("level_clean", "level_spread", "weight"))
-    if level < 1e-3:
-        return [f"the uncertainty has collapsed: mean ‖u‖ {level:.1e}, the metric is the plain one"]
-    if weight < 0.8 and spread < 0.1:
-        return [f"the uncertainty is inflated: ‖u‖ {level:.2f} for every image alike, mean weight {weight:.2f}"]
-    return []
-
-
 def _validate(model: Model, pixels: Pixels | None, config: TrainConfig) -> dict[str, float]:
     """Retrieval among held-out images, by the plain metric on s."""
     if pixels is None:
@@ -311,33 +283,3 @@ def _step_seed(seed: int, epoch: int, step: int) -> int:
 
 def _plain(config: TrainConfig) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
-
-
-def _open_log(path: Path, step: int) -> Any:
-    """The log to append to; rows after the checkpoint will be made again, so they go."""
-    if path.exists():
-        rows = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        write_whole(path, "".join(f"{line}\n" for line in rows).encode())
-    return path.open("a")
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # a torn line
-
-
-@contextmanager
-def _stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has arrived since; the old handler comes back at the end."""
-    arrived = []
-    try:
-        before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
-    except ValueError:  # not the main thread: signals are somebody else's
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(arrived)
-    finally:
-        signal.signal(signal.SIGTERM, before)
