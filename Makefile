@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test lint bench clean
+.PHONY: setup demo test lint bench clean
 
 setup: .venv/.ready
 
@@ -11,6 +11,9 @@ setup: .venv/.ready
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+demo: setup
+	$(BIN)/idml demo
 
 test: lint
 	$(BIN)/python -m pytest

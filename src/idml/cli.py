@@ -3,11 +3,10 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from idml.training.options import add_options, chosen_options
-
-_COMMANDS = {"train": "train a model on a data set"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -20,20 +19,29 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 only on success."""
     parser = _Parser(prog="idml", description="Image search that knows when it does not know.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    training = commands.add_parser("train", help=_COMMANDS["train"], description=_COMMANDS["train"])
+
+    training = commands.add_parser("train", help="train a model", description="Train a model on a data set.")
+    training.set_defaults(run=_train)
     training.add_argument("--config", metavar="FILE", help="a YAML file with options; flags override it")
     training.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    training.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     add_options(training)
+
+    showing = commands.add_parser("demo", help="plain loss and IDML on glyphs", description="A first run in minutes.")
+    showing.set_defaults(run=_demo)
+    showing.add_argument("--out", metavar="DIR", default="runs/demo", help="where to put it (default runs/demo)")
+
+    for command in (training, showing):
+        command.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     options = parser.parse_args(arguments)
     try:
-        return _train(options)
+        status: int = options.run(options)
     except (ValueError, OSError) as error:
         print(f"idml {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"idml {options.command}: interrupted", file=sys.stderr)
         return 130
+    return status
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -42,23 +50,35 @@ def _train(options: argparse.Namespace) -> int:
     from idml.training.loop import Interrupted, train
 
     try:
-        with Display(config) as display:
+        with Display() as display:
             metrics = train(config, resume=options.resume, report=display.report, note=display.note)
     except Interrupted as stop:
         print(f"idml train: {stop}", file=sys.stderr)
         return 143
-    _print(metrics, options.json, f"the model is in {config.out}")
+    _print_figures({name: metrics[name] for name in ("selected", "last")}, metrics, options.json)
+    print(f"the report is {Path(config.out) / 'report.html'}", file=sys.stderr)
     return 0
 
 
-def _print(result: dict[str, Any], as_json: bool, summary: str) -> None:
+def _demo(options: argparse.Namespace) -> int:
+    from idml.demo import demo
+    from idml.training.display import Display
+
+    with Display() as display:
+        results = demo(Path(options.out), report=display.report, note=display.note)
+    rows = {method: results[method]["selected"] for method in ("plain", "idml")}
+    _print_figures({**rows, "‖u‖, AUROC": results["uncertainty"]}, results, options.json)
+    print(f"the report is {Path(options.out) / 'report.html'}", file=sys.stderr)
+    return 0
+
+
+def _print_figures(rows: dict[str, dict[str, float]], result: dict[str, Any], as_json: bool) -> None:
+    """The figures for a person, or the whole result for a program."""
     if as_json:
         print(json.dumps(result))
         return
-    for name in ("selected", "last"):
-        figures = ", ".join(f"{key} {value:.1%}" for key, value in result[name].items())
-        print(f"{name}: {figures}")
-    print(summary)
+    for name, figures in rows.items():
+        print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ Names = Tensor | np.ndarray | Sequence[int] | Sequence[str]  # labels or ids
 
 _CHUNK = 1 << 24  # pairs bounded at a time: 64 MB
 _LIST = 1 << 20  # pairs listed at a time
-_EXACT = 1 << 19  # numbers subtracted at a time: they stay in the cache
+_EXACT = 1 << 18  # numbers subtracted at a time: they stay in the cache
 _BLOCK = 4096  # rows made ready at a time
 _LONG = 32  # a list longer than this, and than this part of the gallery, is measured by products first
 _FLOOR = 1e-30  # covers products too small for float32
@@ -283,6 +283,7 @@ class _Squares:
         self.low = torch.cat([self._low(part) for part in b.split(_BLOCK)]) if self._copies(b) else b
         lengths = torch.cat([part.double().square_().sum(1) for part in self.low.split(_BLOCK)])
         self.lengths = (lengths * (1 + sign * self.c)).float()
+        self.room = self.low.new_empty(0, len(b))
 
     def _copies(self, x: Tensor) -> bool:
         return self.shift is not None or self.scale != 1.0 or x.dtype != torch.float32
@@ -296,10 +297,12 @@ class _Squares:
         return x if self.shift is None else x - self.shift
 
     def bound(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds [r, m], up to a constant [r] of each row."""
+        """Bounds [r, m], up to a constant [r] of each row. The next call writes over them: fresh pages cost time."""
         a = self.a[rows]
         a = self._low(a) if self._copies(a) else a
-        matrix = torch.addmm(self.lengths, a, self.low.T, alpha=2.0 * self.sign)
+        if len(self.room) < len(rows):
+            self.room = a.new_empty(len(rows), len(self.low))
+        matrix = torch.addmm(self.lengths, a, self.low.T, alpha=2.0 * self.sign, out=self.room[: len(rows)])
         own = a.double().square_().sum(1) * (1 + self.sign * self.c) + self.sign * _FLOOR
         return matrix, own.float()
 

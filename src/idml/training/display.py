@@ -5,13 +5,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from idml.training.config import TrainConfig
-
 
 class Display:
     """A progress bar on standard error; where that is no terminal, a line at the end of each epoch."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self) -> None:
         self.console = Console(stderr=True)
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -22,7 +20,7 @@ class Display:
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self.task = self.progress.add_task(f"{config.loss}, {config.method}", total=None, figures="")
+        self.task = self.progress.add_task("training", total=None, figures="")
 
     def __enter__(self) -> "Display":
         self.progress.start()

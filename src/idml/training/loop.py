@@ -30,6 +30,7 @@ from idml.model import Model, build_model, load_model, save_model
 from idml.probabilistic import ProbabilisticLoss
 from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint, write_whole
 from idml.training.config import TrainConfig
+from idml.training.report import write_report
 from idml.training.watch import open_log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings
 
 Report = Callable[[dict[str, Any]], None]
@@ -134,7 +135,7 @@ def train(
                     checkpoint()
 
             # once an epoch: held-out classes, the best model, a checkpoint
-            score = _validate(model, pixels.get("held out"), config) if held_out is not None else {}
+            score = _validate(model, pixels.get("held out"))
             for warning in uncertainty_warnings(rows, config):
                 note(f"epoch {epoch}: {warning}")
             current = score.get("map@r", float(epoch))  # with nothing held out the last epoch is taken
@@ -158,8 +159,10 @@ def train(
             "selected_score": progress.best_score,
         }
         test = load_pixels(dataset.test, side)
-        metrics["selected"] = _validate(best, test, config)
-        metrics["last"] = _validate(model, test, config)
+        embeddings = _embed(best, test)
+        metrics["selected"] = _figures(embeddings, test)
+        metrics["last"] = _validate(model, test)
+        write_report(run, config, metrics, test, embeddings.level)
         write_whole(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
         log.close()
         return metrics
@@ -267,13 +270,18 @@ def _loss_or_explain(
     return value
 
 
-def _validate(model: Model, pixels: Pixels | None, config: TrainConfig) -> dict[str, float]:
-    """Retrieval among held-out images, by the plain metric on s."""
-    if pixels is None:
-        return {}
-    usable, size = pixels.usable, model.trunk.image_size
-    parts = [model.embed(centre_crop(pixels.batch(n), size)) for n in usable.split(256)]
-    figures = evaluate_retrieval(Embeddings.cat(parts), pixels.images.labels[usable], recall_at=(1,))
+def _validate(model: Model, pixels: Pixels | None) -> dict[str, float]:
+    """Retrieval among images of classes not trained on, by the plain metric on s; nothing without images."""
+    return {} if pixels is None else _figures(_embed(model, pixels), pixels)
+
+
+def _embed(model: Model, pixels: Pixels) -> Embeddings:
+    size = model.trunk.image_size
+    return Embeddings.cat([model.embed(centre_crop(pixels.batch(n), size)) for n in pixels.usable.split(256)])
+
+
+def _figures(embeddings: Embeddings, pixels: Pixels) -> dict[str, float]:
+    figures = evaluate_retrieval(embeddings, pixels.images.labels[pixels.usable], recall_at=(1,))
     return {key: float(figures[key] or 0.0) for key in ("recall@1", "r_precision", "map@r")}
 
 

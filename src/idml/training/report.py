@@ -1,0 +1,105 @@
+"""report.html of a run: loss, uncertainty of clean against mixed images, held-out recall, images ranked by ‖u‖."""
+
+import base64
+import html
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from idml.data.pixels import Pixels
+from idml.training.checkpoint import write_whole
+from idml.training.config import TrainConfig
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
+td:first-child, th:first-child { text-align: left } img, svg { max-width: 100%; height: auto }
+"""
+
+
+def page(title: str, *parts: str) -> bytes:
+    """A whole HTML page of its own, without anything from elsewhere."""
+    text = "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+    return f"{text}<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>".encode()
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Rows of text as an HTML table."""
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in header)]
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def strip(pixels: Pixels, numbers: Tensor, text: str) -> str:
+    """Some images side by side, with a text for those who cannot see them."""
+    images = pixels.batch(numbers).permute(0, 2, 3, 1).numpy()
+    row = np.concatenate(list(np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=128)), axis=1)
+    file = io.BytesIO()
+    Image.fromarray(row).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    return f"<p><img alt='{html.escape(text)}' src='data:image/png;base64,{data}'></p>"
+
+
+def write_report(run: Path, config: TrainConfig, metrics: dict[str, Any], pixels: Pixels, level: Tensor) -> None:
+    """The report of a finished run; ``level`` is ‖u‖ of the test images in ``pixels.usable``'s order."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    figures = [[name, *(f"{value:.1%}" for value in metrics[name].values())] for name in ("selected", "last")]
+    order, count = level.argsort(), min(16, len(level))
+    usable = pixels.usable
+    least, most = usable[order[:count]], usable[order[-count:].flip(0)]
+    parts = [
+        f"<h1>{html.escape(config.loss)}, {html.escape(config.method)}</h1>",
+        f"<p>Trained on {html.escape(config.data)}, {metrics['steps']} steps; the model of step "
+        f"{metrics['selected_step']} was selected on held-out training classes.</p>",
+        "<h2>Test classes</h2>",
+        table(["model", *metrics["selected"]], figures),
+        "<h2>Training</h2>",
+        _curves(rows),
+        "<h2>Most uncertain test images</h2>",
+        strip(pixels, most, "the test images with the largest uncertainty level"),
+        "<h2>Least uncertain test images</h2>",
+        strip(pixels, least, "the test images with the smallest uncertainty level"),
+    ]
+    write_whole(run / "report.html", page(f"{config.loss}, {config.method}", *parts))
+
+
+def _curves(rows: list[dict[str, Any]]) -> str:
+    """Loss, ‖u‖ of clean and mixed images, and held-out recall against the step, as one SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib.figure import Figure
+
+    steps = [row for row in rows if "loss" in row]
+    held_out = [row for row in rows if "held_out_recall@1" in row]
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    loss, level, recall = figure.subplots(1, 3)
+    at = [row["step"] for row in steps]
+    loss.plot(at, _smooth([row["loss"] for row in steps]))
+    loss.set(title="loss", xlabel="step")
+    level.plot(at, _smooth([row["level_clean"] for row in steps]), label="clean")
+    mixed = [row for row in steps if "level_mixed" in row]
+    if mixed:
+        level.plot([row["step"] for row in mixed], _smooth([row["level_mixed"] for row in mixed]), label="mixed")
+    level.set(title="uncertainty level ‖u‖", xlabel="step")
+    level.legend(frameon=False)
+    recall.plot([row["step"] for row in held_out], [100 * row["held_out_recall@1"] for row in held_out], marker="o")
+    recall.set(title="held-out recall@1, %", xlabel="step")
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return file.getvalue()[file.getvalue().index("<svg") :]
+
+
+def _smooth(values: list[float], width: int = 9) -> list[float]:
+    """A running mean, shorter at the beginning."""
+    sums = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
+    ends = torch.arange(1, len(values) + 1)
+    starts = (ends - width).clamp_min(0)
+    smoothed: list[float] = ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
+    return smoothed

@@ -1,0 +1,86 @@
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from idml import cli, demo
+from idml.data import glyphs
+from idml.data.sources import Dataset
+
+
+@pytest.fixture
+def few_glyphs(monkeypatch, tmp_path):
+    """The glyphs cut down to some classes, so that a demo takes seconds."""
+    whole = glyphs.load_glyphs()
+    cut = Dataset("glyphs", whole.train.of_classes(range(40)), whole.test.of_classes(range(60)), notes=("a few",))
+    monkeypatch.setattr(glyphs, "load_glyphs", lambda: cut)
+    monkeypatch.setattr(demo, "load_glyphs", lambda: cut)
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(demo.SETTINGS, "epochs", 1)
+    return cut
+
+
+def test_demo(few_glyphs, tmp_path, capsys):
+    assert few_glyphs.test.ambiguous.any()
+    out = tmp_path / "demo"
+    assert cli.main(["demo", "--out", str(out), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert results["plain"]["steps"] == results["idml"]["steps"] > 0
+    assert set(results["uncertainty"]) == {"mixed images above clean ones", "images with a twin above the rest"}
+    for page in ("report.html", "plain/report.html", "idml/report.html"):
+        text = (out / page).read_text()
+        assert text.endswith("</html>")
+        assert not re.search(r"""(src|href|url)[=(]['"]?http""", text)  # nothing from elsewhere
+    assert (out / "idml" / "report.html").read_text().count("data:image/png") == 2
+    started = time.perf_counter()
+    assert cli.main(["demo", "--out", str(out)]) == 0  # nothing is trained twice
+    assert time.perf_counter() - started < 5
+    said = capsys.readouterr()
+    assert "plain: recall@1" in said.out
+    assert "report.html" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "the option 'data' is missing"),
+        (["train", "--data", "glyphs", "--out", "x", "--epochs", "many"], "invalid int value: 'many'"),
+        (["train", "--data", "glyphs", "--out", "x", "--epochs", "0"], "epochs must be a whole number of at least 1"),
+        (["train", "--data", "cup:x", "--out", "x"], "cup"),
+        (["train", "--data", "folder:/nowhere/at/all", "--out", "x"], "nowhere"),
+        (["train", "--data", "glyphs", "--out", "x", "--config", "none.yaml"], "there is no file 'none.yaml'"),
+        (["train", "--data", "glyphs", "--out", "x", "--loss", "triplet"], "unknown loss 'triplet'; did you mean"),
+        (["train", "--data", "glyphs", "--out", "x", "--nothing"], "unrecognized arguments: --nothing"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    said = capsys.readouterr()
+    assert status == 2
+    assert words in said.err
+    lines = said.err.splitlines()
+    assert lines[-1].startswith("idml")
+    assert "Traceback" not in said.err
+    assert said.out == ""
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; from idml import cli\n"
+        "try: cli.main(['train', '--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "--freeze-bn" in done.stdout
+    assert time.perf_counter() - started < 2
