@@ -175,7 +175,7 @@ class Search:
             return gap, own.double()
         spread, plus = self.beta.bound(rows)
         share = (1 + 1e-6) / self.metric.tau  # the 1e-6 here and the 1e-5 below cover rounding
-        for i in range(0, len(rows), step := max(1, (1 << 16) // self.gallery)):
+        for i in range(0, len(rows), step := max(1, (1 << 18) // self.gallery)):
             block = slice(i, i + step)
             alpha = (gap[block] + own[block, None]).clamp_min_(0.0).sqrt_()  # at most α
             beta = (spread[block] + plus[block, None]).clamp_min_(0.0).sqrt_()  # at least β
