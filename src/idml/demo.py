@@ -18,7 +18,7 @@ from idml.training.loop import train
 from idml.training.report import page, table
 
 SETTINGS: dict[str, Any] = {
-    "data": "glyphs", "loss": "proxy_anchor", "trunk": "conv4", "pretrained": False, "image_size": 28,
+    "data": "glyphs", "loss": "multi_similarity", "trunk": "conv4", "pretrained": False, "image_size": 28,
     "embedding_dim": 64, "epochs": 2, "lr": 1e-3,
 }  # fmt: skip
 
