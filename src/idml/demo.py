@@ -11,8 +11,8 @@ from idml.data.ambiguity import centre_crop
 from idml.data.glyphs import load_glyphs
 from idml.data.pixels import load_pixels
 from idml.evaluation.uncertainty import auroc
+from idml.files import write_whole
 from idml.model import load_model
-from idml.training.checkpoint import write_whole
 from idml.training.config import TrainConfig
 from idml.training.loop import train
 from idml.training.report import page, table

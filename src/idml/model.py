@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from idml.embeddings import Embeddings, full_precision
+from idml.files import write_whole
 from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
 from idml.trunks import PACKAGED, build_trunk
 
@@ -197,16 +197,8 @@ def save_model(model: Model, run: str | Path) -> Path:
         {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()},
         metadata={"idml": json.dumps(dataclasses.asdict(model.config))},  # one entry: several come in any order
     )
-    path, temporary = folder / FILE, folder / f".{FILE}.{os.getpid()}"
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    write_whole(folder / FILE, data)
+    return folder / FILE
 
 
 def load_model(run: str | Path) -> Model:

@@ -5,9 +5,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from idml import files
 from idml.losses import LOSSES
 from idml.model import Model, build_model, load_model
-from idml.training import checkpoint
 from idml.training.checkpoint import lock_run
 from idml.training.config import TrainConfig
 from idml.training.loop import train
@@ -119,7 +119,7 @@ def test_nan_stops_and_names_the_images(options, tmp_path, monkeypatch):
 
 def test_full_disk_while_checkpointing_keeps_the_old_one(options, tmp_path, monkeypatch):
     config = TrainConfig(out=str(tmp_path), **options)
-    fsync, calls = checkpoint.os.fsync, []
+    fsync, calls = files.os.fsync, []
 
     def full(number):
         calls.append(number)
@@ -127,7 +127,7 @@ def test_full_disk_while_checkpointing_keeps_the_old_one(options, tmp_path, monk
             raise OSError(28, "No space left on device")
         fsync(number)
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         train(config)
     monkeypatch.undo()

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,6 +9,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from idml.files import write_whole
 from idml.training.config import TrainConfig, difference, from_dict
 
 
@@ -20,19 +20,6 @@ class Progress:
     step: int = 0
     best_step: int = -1
     best_score: float = -1.0
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name and rename it: a kill at any moment leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save_checkpoint(

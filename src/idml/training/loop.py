@@ -24,11 +24,12 @@ from idml.data.sampling import class_batches, random_batches, random_stream
 from idml.data.sources import ImageSet
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
+from idml.files import write_whole
 from idml.losses import MetricLoss, build_loss
 from idml.metric import IntrospectiveMetric
 from idml.model import Model, build_model, load_model, save_model
 from idml.probabilistic import ProbabilisticLoss
-from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint, write_whole
+from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint
 from idml.training.config import TrainConfig
 from idml.training.report import write_report
 from idml.training.watch import open_log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from idml.data.pixels import Pixels
-from idml.training.checkpoint import write_whole
+from idml.files import write_whole
 from idml.training.config import TrainConfig
 
 _STYLE = """

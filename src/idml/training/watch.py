@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings
+from idml.files import write_whole
 from idml.metric import IntrospectiveMetric
-from idml.training.checkpoint import write_whole
 from idml.training.config import TrainConfig
 
 
