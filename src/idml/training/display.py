@@ -30,8 +30,10 @@ class Display:
         self.progress.stop()
 
     def report(self, row: dict[str, Any]) -> None:
-        """A row of the log: a step, or an epoch's held-out figures."""
-        if "loss" in row:
+        """A row of the log (a step, or an epoch's held-out figures), or how many images are decoded."""
+        if "decoded" in row:
+            self.progress.update(self.task, completed=row["decoded"], total=row["images"], figures="images decoded")
+        elif "loss" in row:
             mixed = f" mixed {row['level_mixed']:.2f}" if "level_mixed" in row else ""
             figures = f"loss {row['loss']:.3f}  {row['images/s']:.0f} img/s  ‖u‖ {row['level_clean']:.2f}{mixed}"
             self.progress.update(self.task, completed=row["step"], total=row["steps"], figures=figures)

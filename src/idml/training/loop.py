@@ -52,7 +52,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a model and leave it in ``config.out``; returns what metrics.json holds.
 
-    ``report`` is called with every step's row of log.jsonl, ``note`` with lines a person should see.
+    ``report`` is called with every row of log.jsonl, and with the number of images decoded while the cache is built;
+    ``note`` with lines a person should see.
     """
     run = Path(config.out)
     with lock_run(run), stop_on_sigterm() as asked_to_stop:
@@ -71,7 +72,12 @@ def train(
         loss.to(device)
         size = model.trunk.image_size
         side = round(size * 256 / 224)
-        pixels = {name: load_pixels(s, side) for name, s in (("train", learn), ("held out", held_out)) if s is not None}
+
+        def decoded(done: int, total: int) -> None:
+            report({"decoded": done, "images": total})
+
+        parts = {"train": learn, "held out": held_out}
+        pixels = {name: load_pixels(s, side, progress=decoded) for name, s in parts.items() if s is not None}
         for name, p in pixels.items():
             for reason in p.broken.values():
                 note(f"{name}: left out: {reason}")
@@ -159,7 +165,7 @@ def train(
             "selected_step": progress.best_step,
             "selected_score": progress.best_score,
         }
-        test = load_pixels(dataset.test, side)
+        test = load_pixels(dataset.test, side, progress=decoded)
         embeddings = _embed(best, test)
         metrics["selected"] = _figures(embeddings, test)
         metrics["last"] = _validate(model, test)

@@ -1,0 +1,24 @@
+from idml.training.display import Display
+
+STEP = {"step": 3, "steps": 10, "loss": 0.5, "images/s": 100.0, "level_clean": 0.1, "level_mixed": 0.2}
+
+
+def test_a_run_is_told_in_lines_where_there_is_no_terminal(capsys):
+    with Display() as display:
+        display.report({"decoded": 1, "images": 2})
+        display.report(STEP)
+        display.report({"step": 3, "epoch": 0, "held_out_recall@1": 0.25})
+        display.note("[a line with brackets]")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "epoch 0: held-out recall@1 25.0%" in said.err
+    assert "[a line with brackets]" in said.err
+
+
+def test_the_bar_follows_the_rows(monkeypatch):
+    display = Display()
+    display.report({"decoded": 1, "images": 2})
+    assert (display.progress.tasks[0].completed, display.progress.tasks[0].total) == (1, 2)
+    display.report(STEP)
+    assert (display.progress.tasks[0].completed, display.progress.tasks[0].total) == (3, 10)
+    assert "‖u‖ 0.10 mixed 0.20" in display.progress.tasks[0].fields["figures"]
