@@ -10,6 +10,8 @@ import time
 import pytest
 from safetensors.torch import load_file
 
+from idml.training.checkpoint import lock_run
+
 
 def command(options, out, *more):
     flags = []
@@ -94,6 +96,21 @@ def test_killed_inside_a_checkpoint_write(options, tmp_path):
         assert dead.returncode == -signal.SIGKILL
     subprocess.run(command(options, torn, "--resume"), env=env, capture_output=True, check=True)
     assert final(torn) == final(whole)
+
+
+def test_a_forked_child_does_not_hold_the_run(tmp_path):
+    lock = lock_run(tmp_path)
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        time.sleep(0.5)  # the child lets go as soon as it runs
+        lock.close()
+        lock_run(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_sigterm_writes_a_checkpoint_and_exits(options, tmp_path):

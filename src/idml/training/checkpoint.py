@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -93,4 +94,6 @@ def lock_run(run: Path) -> TextIO:
     except OSError:
         file.close()
         raise ValueError(f"another run is writing into {str(run)!r}") from None
+    # a forked worker would hold the lock beyond the death of this process
+    os.register_at_fork(after_in_child=file.close)
     return file
