@@ -13,8 +13,6 @@ Within a class, one image in six repeats another one: many symbols of an oblique
 """
 
 import hashlib
-import os
-import tempfile
 import unicodedata
 import uuid
 import warnings
@@ -31,6 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, features
 
 from idml.data.sources import ArraySource, Dataset, ImageSet
+from idml.files import cache_folder
 
 VERSION = 1  # of the drawing below: a change of pixels needs a new number, or old caches would be read
 MIN_FONTS = 10
@@ -60,7 +59,7 @@ def load_glyphs(*, size: int = 32, cache: Path | None = None) -> Dataset:
         raise ValueError(f"glyphs: size must lie in {SIZES[0]} … {SIZES[-1]}, not {size}")
     fonts = _fonts()
     key = _key(fonts, size)
-    file = (cache or _cache_folder()) / f"glyphs-v{VERSION}-{size}-{key}.npz"
+    file = (cache or cache_folder()) / f"glyphs-v{VERSION}-{size}-{key}.npz"
     drawings = _read(file, key, size, fonts)
     if drawings is None:
         drawings = draw(fonts, size)
@@ -191,17 +190,6 @@ def _key(fonts: Sequence[Path], size: int) -> str:
     how = (VERSION, size, OVERSAMPLING, CAPITAL, INNER, MIN_FONTS)
     files = [(font.name, font.stat().st_size) for font in fonts]
     return hashlib.sha256(repr((made_by, how, files)).encode()).hexdigest()[:16]
-
-
-def _cache_folder() -> Path:
-    if chosen := os.environ.get("IDML_CACHE"):
-        return Path(chosen)
-    if caches := os.environ.get("XDG_CACHE_HOME"):
-        return Path(caches) / "idml"
-    try:
-        return Path.home() / ".cache" / "idml"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "idml"
 
 
 def _read(file: Path, key: str, size: int, fonts: Sequence[Path]) -> Drawings | None:

@@ -7,7 +7,6 @@ second process waits for the first and then uses its file.
 
 import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +19,10 @@ from PIL import Image
 from torch import Tensor
 
 from idml.data.sources import ImageSet
+from idml.files import cache_folder
 
 _VERSION = 1
 Progress = Callable[[int, int], None]
-
-
-def cache_folder() -> Path:
-    """Where caches go: $IDML_CACHE, else $XDG_CACHE_HOME/idml, else ~/.cache/idml."""
-    own = os.environ.get("IDML_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "idml"
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from idml.labels import pair_masks
 from idml.losses.base import PairLoss, require_pairs
+from idml.losses.reduce import mean_of_nonzero
 from idml.mining import distance_weighted
 
 
@@ -36,7 +37,7 @@ def margin_dw(
 def margin_of_pairs(positives: Tensor, negatives: Tensor, *, beta: float, margin: float) -> Tensor:
     """The margin loss of given positive and negative distances."""
     terms = torch.cat([(positives - (beta - margin)).relu(), ((beta + margin) - negatives).relu()])
-    return terms.sum() / (terms.detach() > 0).sum().clamp_min(1)
+    return mean_of_nonzero(terms)
 
 
 class MarginDW(PairLoss):
