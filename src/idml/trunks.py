@@ -30,7 +30,8 @@ class Trunk(nn.Module):
         self, network: nn.Module, width: int, image_size: int, mean: tuple[float, ...], deviation: tuple[float, ...]
     ) -> None:
         super().__init__()
-        self.network, self.width, self.image_size = network, width, image_size
+        self.network = network.to(memory_format=torch.channels_last)  # on a CPU half the time of a training step
+        self.width, self.image_size = width, image_size
         for name, values in (("mean", mean), ("deviation", deviation)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
 
@@ -41,6 +42,7 @@ class Trunk(nn.Module):
 
     def positions(self, images: Tensor) -> Tensor:
         """The features before pooling [n, positions, width]."""
+        images = images.contiguous(memory_format=torch.channels_last)
         x: Tensor = cast(Any, self.network).forward_features((images - self.mean) / self.deviation)
         if not isinstance(x, Tensor):
             raise ValueError(f"{type(self.network).__name__} gives several feature maps: it cannot serve as a trunk")

@@ -110,3 +110,25 @@ def test_two_processes_build_one_file(photos, tmp_path):
     assert sorted(len(words) for words in printed) == [2, 14]  # one built, the other waited
     assert len(list(cache.glob("*.npy"))) == 1
     assert json.loads(next(cache.glob("*.json")).read_text()) == {}
+
+
+def test_same_names_other_pixels_are_another_cache(tmp_path):
+    shown = []
+    for shade in (10, 200):
+        root = tmp_path / str(shade)
+        root.mkdir()
+        Image.new("RGB", (8, 8), (shade,) * 3).save(root / "a.png")
+        images = ImageSet("two folders", [FileSource(root, "a.png")], torch.tensor([0]), ("a",))
+        shown.append(int(load_pixels(images, 4, folder=tmp_path / "cache").array[0, 0, 0, 0]))
+    assert shown == [10, 200]
+
+
+def test_an_edited_file_is_decoded_again(tmp_path):
+    def shade():
+        images = ImageSet("edited", [FileSource(tmp_path, "a.png")], torch.tensor([0]), ("a",))
+        return int(load_pixels(images, 4, folder=tmp_path / "cache").array[0, 0, 0, 0])
+
+    Image.new("RGB", (8, 8), (10,) * 3).save(tmp_path / "a.png")
+    assert shade() == 10
+    Image.new("RGB", (9, 9), (200,) * 3).save(tmp_path / "a.png")
+    assert shade() == 200

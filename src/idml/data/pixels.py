@@ -1,14 +1,11 @@
 """Decoded images at working size, in one memory-mapped file: decoded once, read by every later run.
 
 The file holds uint8 [images, side, side, 3] behind an ordinary .npy header, and beside it a list of the images that
-could not be read. It is built under a temporary name and renamed, under a lock: a kill leaves nothing half-made, and a
-second process waits for the first and then uses its file.
+could not be read (`idml.files.cached_array` says how it survives kills and company).
 """
 
-import fcntl
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from idml.data.sources import ImageSet
-from idml.files import cache_folder
+from idml.files import cache_folder, cached_array, write_whole
 
 _VERSION = 1
 Progress = Callable[[int, int], None]
@@ -64,51 +61,35 @@ def load_pixels(
         raise ValueError(f"the image size must be 1 or larger, got {side}")
     if len(images) == 0:
         raise ValueError(f"{images.name} holds no image")
-    folder = cache_folder() if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"pixels-{images.fingerprint}-{side}-v{_VERSION}.npy"
-    with _locked(path.with_suffix(".lock")):
-        if not (path.exists() and path.with_suffix(".json").exists()):
-            _build(images, side, path, max_broken, progress)
-    broken = {int(i): reason for i, reason in json.loads(path.with_suffix(".json").read_text()).items()}
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if array.shape != (len(images), side, side, 3) or array.dtype != np.uint8:
-        raise ValueError(f"the cache {path.name} does not fit {images.name}; delete it")
+    path = (cache_folder() if folder is None else folder) / f"pixels-{images.version}-{side}-v{_VERSION}.npy"
+    notes = path.with_suffix(".json")
+
+    def fill(array: NDArray[np.uint8]) -> None:
+        write_whole(notes, json.dumps(_decode(images, array, max_broken, progress)).encode())
+
+    array = cached_array(path, (len(images), side, side, 3), np.uint8, fill, beside=notes)
+    broken = {int(i): reason for i, reason in json.loads(notes.read_text()).items()}
     _require_few(broken, max_broken, images)
     return Pixels(images, array, broken)
 
 
-def _build(images: ImageSet, side: int, path: Path, max_broken: int, progress: Progress | None) -> None:
-    temporary = path.with_suffix(".part")  # one builder at a time holds the lock, so a leftover may be overwritten
+def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progress: Progress | None) -> dict[int, str]:
+    """Fill the array; returns which images could not be read, and why."""
+    side = array.shape[1]
     broken: dict[int, str] = {}
-    try:
-        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=(len(images), side, side, 3))
-        for i, source in enumerate(images.sources):
-            try:
-                image = source.decode(min_side=side).resize((side, side), Image.Resampling.BILINEAR)
-                array[i] = np.asarray(image)
-            except (ValueError, OSError) as error:
-                broken[i] = str(error)
-                _require_few(broken, max_broken, images)
-            if progress is not None:
-                progress(i + 1, len(images))
-        array.flush()
-        notes = path.with_suffix(".json.part")
-        notes.write_text(json.dumps(broken))
-        notes.replace(path.with_suffix(".json"))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    for i, source in enumerate(images.sources):
+        try:
+            image = source.decode(min_side=side).resize((side, side), Image.Resampling.BILINEAR)
+            array[i] = np.asarray(image)
+        except (ValueError, OSError) as error:
+            broken[i] = str(error)
+            _require_few(broken, max_broken, images)
+        if progress is not None:
+            progress(i + 1, len(images))
+    return broken
 
 
 def _require_few(broken: dict[int, str], limit: int, images: ImageSet) -> None:
     if len(broken) > limit or len(broken) == len(images):
         first = next(iter(broken.values()))
         raise ValueError(f"{images.name}: {len(broken)} of {len(images)} images cannot be read (first: {first})")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -25,6 +25,10 @@ class Source(Protocol):
     def name(self) -> str:
         """The image's name within its data set, such as ``images/001.Albatross/0001.jpg``."""
 
+    @property
+    def stamp(self) -> str:
+        """What changes when the image's bytes do: it tells a decoded copy from a stale one."""
+
     def decode(self, *, min_side: int | None = None) -> Image.Image:
         """The image as RGB; ``ValueError`` or ``FileNotFoundError`` with its name if it cannot be read."""
 
@@ -35,6 +39,11 @@ class FileSource:
 
     root: Path
     name: str
+
+    @property
+    def stamp(self) -> str:
+        """Size and time of change."""
+        return _stamp(self.root / self.name)
 
     def decode(self, *, min_side: int | None = None) -> Image.Image:
         """The image as RGB."""
@@ -49,6 +58,11 @@ class TarSource:
     name: str
     offset: int
     size: int
+
+    @property
+    def stamp(self) -> str:
+        """Size and time of change of the archive, and the place in it."""
+        return f"{_stamp(self.archive)}:{self.offset}:{self.size}"
 
     def decode(self, *, min_side: int | None = None) -> Image.Image:
         """The image as RGB."""
@@ -67,6 +81,11 @@ class ArraySource:
 
     name: str
     pixels: NDArray[np.uint8]
+
+    @property
+    def stamp(self) -> str:
+        """A hash of the pixels."""
+        return hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8).hexdigest()
 
     def decode(self, *, min_side: int | None = None) -> Image.Image:
         """The image as RGB."""
@@ -121,6 +140,22 @@ class ImageSet:
                 )
             )
         return digest.hexdigest()[:16]
+
+    @cached_property
+    def version(self) -> str:
+        """A short hash of the fingerprint and every image's stamp: the key of whatever is made from the pixels."""
+        digest = hashlib.sha256(self.fingerprint.encode())
+        for source in self.sources:
+            digest.update(f"{source.stamp}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+def _stamp(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError:
+        return "absent"
+    return f"{status.st_size}:{status.st_mtime_ns}"
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class TrainConfig:
     """Squash the length of u below this."""
     detach: bool = False
     """Keep the gradient of u out of the trunk."""
+    pca: bool = True
+    """Start the semantic head at the principal components of the features (only with pretrained weights)."""
     image_size: int | None = None
     """Pixels; by default what the trunk was made for."""
     epochs: int = 10
@@ -112,6 +114,11 @@ class TrainConfig:
         """The kinds of ambiguity of this run, the method's own included."""
         own = ("mixup",) if self.method in ("idml", "mixup", "pel-mixup") and not self._mixes else ()
         return (*self.ambiguity, *own)
+
+    @property
+    def starts_from_weights(self) -> bool:
+        """Whether the trunk begins with pretrained weights."""
+        return self.pretrained and self.trunk != "conv4"
 
     @property
     def _mixes(self) -> bool:

@@ -32,6 +32,7 @@ from idml.probabilistic import ProbabilisticLoss
 from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint
 from idml.training.config import TrainConfig
 from idml.training.report import write_report
+from idml.training.start import start_at_principal_components
 from idml.training.watch import open_log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings
 
 Report = Callable[[dict[str, Any]], None]
@@ -88,6 +89,8 @@ def train(
         optimizer = torch.optim.AdamW(_groups(model, loss, config), lr=config.lr, weight_decay=config.weight_decay)
         fingerprint = dataset.train.fingerprint
         progress = Progress()
+        if config.pca and config.starts_from_weights:
+            start_at_principal_components(model, _features(model, pixels["train"]))
         if resume and last.exists():
             progress = load_checkpoint(last, model, loss, optimizer, config, fingerprint)
         write_whole(run / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True).encode())
@@ -228,7 +231,7 @@ def _set_modes(model: Model, config: TrainConfig, epoch: int) -> None:
     model.train()
     for parameter in model.trunk.parameters():
         parameter.requires_grad_(epoch >= config.warmup_epochs)
-    if config.freeze_bn and config.pretrained and config.trunk != "conv4":
+    if config.freeze_bn and config.starts_from_weights:
         for module in model.trunk.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
@@ -285,6 +288,15 @@ def _validate(model: Model, pixels: Pixels | None) -> dict[str, float]:
 def _embed(model: Model, pixels: Pixels) -> Embeddings:
     size = model.trunk.image_size
     return Embeddings.cat([model.embed(centre_crop(pixels.batch(n), size)) for n in pixels.usable.split(256)])
+
+
+@torch.no_grad()
+def _features(model: Model, pixels: Pixels, most: int = 4096) -> Tensor:
+    """The trunk's features of the images, or of ``most`` of them spread evenly, seen as in a test."""
+    model.eval()
+    numbers = pixels.usable[torch.linspace(0, len(pixels.usable) - 1, min(most, len(pixels.usable))).long()]
+    size, device = model.trunk.image_size, model.semantic.weight.device
+    return torch.cat([model.features(centre_crop(pixels.batch(n).to(device), size)) for n in numbers.split(128)])
 
 
 def _figures(embeddings: Embeddings, pixels: Pixels) -> dict[str, float]:
