@@ -55,6 +55,8 @@ def _train(options: argparse.Namespace) -> int:
     except Interrupted as stop:
         print(f"idml train: {stop}", file=sys.stderr)
         return 143
+    if not metrics:  # of several processes the first one reports
+        return 0
     _print_figures({name: metrics[name] for name in ("selected", "last")}, metrics, options.json)
     print(f"the report is {Path(config.out) / 'report.html'}", file=sys.stderr)
     return 0

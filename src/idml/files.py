@@ -56,12 +56,14 @@ def cached_array(
             temporary = path.with_suffix(".part")  # the lock's holder is alone, so a leftover may be overwritten
             try:
                 array = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
+                with temporary.open("r+b") as file:  # a disk that is full says so now, not by a bus error later
+                    os.posix_fallocate(file.fileno(), 0, temporary.stat().st_size)
                 fill(array)
                 array.flush()
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-    found = np.load(path, mmap_mode="r", allow_pickle=False)
+    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     if found.shape != shape or found.dtype != dtype:
         raise ValueError(f"the cache {path.name} is not what it should be; delete it")
     return found

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -136,7 +136,6 @@ class Model(nn.Module):
         """The embeddings of given features [n, width]."""
         return Embeddings(full_precision(self.semantic(features)), self.uncertainty(features))
 
-    @torch.no_grad()
     def embed(self, images: "Tensor | str | Path | Sequence[str | Path]", *, batch_size: int = 64) -> Embeddings:
         """The embeddings of images (a tensor) or of image files (paths), on the CPU, as the test protocol sees them.
 
@@ -150,10 +149,18 @@ class Model(nn.Module):
             raise ValueError(f"batch_size must be 1 or larger, got {batch_size}")
         if isinstance(images, Tensor) and images.is_floating_point() and float(images.max()) > 2:
             raise ValueError(f"float images must lie in [0, 1], these reach {float(images.max()):.0f}; divide by 255")
+        return self._embedded(self, self._batches(images, batch_size))
+
+    def embed_features(self, features: Tensor, *, batch_size: int = 4096) -> Embeddings:
+        """The embeddings of features [n, width] that the trunk made before, on the CPU."""
+        return self._embedded(self.heads, features.split(batch_size))
+
+    @torch.no_grad()
+    def _embedded(self, function: Callable[[Tensor], Embeddings], batches: Iterable[Tensor]) -> Embeddings:
         device, modes = self.semantic.weight.device, [(module, module.training) for module in self.modules()]
         self.eval()
         try:
-            parts = [self(batch.to(device)).to("cpu") for batch in self._batches(images, batch_size)]
+            parts = [function(batch.to(device)).to("cpu") for batch in batches]
         finally:
             for module, training in modes:  # one by one: some may be frozen
                 module.training = training

@@ -30,7 +30,9 @@ class Trunk(nn.Module):
         self, network: nn.Module, width: int, image_size: int, mean: tuple[float, ...], deviation: tuple[float, ...]
     ) -> None:
         super().__init__()
-        self.network = network.to(memory_format=torch.channels_last)  # on a CPU half the time of a training step
+        self.network = cast(Any, network).to(
+            memory_format=torch.channels_last
+        )  # on a CPU half the time of a training step
         self.width, self.image_size = width, image_size
         for name, values in (("mean", mean), ("deviation", deviation)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))

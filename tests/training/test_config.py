@@ -94,3 +94,30 @@ def test_missing_and_unreadable(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1\n")
     with pytest.raises(ValueError, match="not a YAML file"):
         parse("--config", str(tmp_path / "bad.yaml"))
+
+
+def test_presets_and_what_overrides_them(tmp_path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    add_options(parser)
+
+    def chosen(*flags):
+        return chosen_options(parser.parse_args(["--out", "x", *flags]))
+
+    paper = chosen("--data", "cub:x", "--preset", "paper")
+    assert (paper.trunk, paper.image_size, paper.batch_size, paper.epochs) == ("resnet50", 224, 120, 60)
+    assert (paper.lr, paper.step_epochs, paper.step_factor, paper.warmup_epochs) == (6e-4, 5, 0.5, 5)
+    assert (paper.tau, paper.gamma, paper.rule, paper.labels) == (5.0, 0.0, "similar", "sets")
+    cars = chosen("--data", "cars:x", "--preset", "paper")
+    assert (cars.lr, cars.step_epochs, cars.gamma) == (2.5e-4, 10, 3.0)
+    sop = chosen("--data", "sop:x", "--preset", "paper")
+    assert (sop.lr, sop.step_epochs, sop.step_factor, sop.gamma) == (6e-4, 10, 0.25, 0.0)
+    assert chosen("--data", "cub:x", "--preset", "paper", "--lr", "1e-5").lr == 1e-5
+    release = chosen("--data", "cub:x", "--preset", "release")
+    assert (release.rule, release.gamma, release.labels, release.loss) == ("release", 4.0, "weighted", "proxy_anchor")
+    file = tmp_path / "mine.yaml"
+    file.write_text("preset: paper\nepochs: 3\n")
+    assert chosen("--data", "cub:x", "--config", str(file)).epochs == 3
+    assert chosen("--data", "cub:x", "--config", str(file)).trunk == "resnet50"
+    with pytest.raises(ValueError, match="unknown preset 'papre'; known are paper and release"):
+        chosen("--data", "cub:x", "--preset", "papre")

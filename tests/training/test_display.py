@@ -5,7 +5,7 @@ STEP = {"step": 3, "steps": 10, "loss": 0.5, "images/s": 100.0, "level_clean": 0
 
 def test_a_run_is_told_in_lines_where_there_is_no_terminal(capsys):
     with Display() as display:
-        display.report({"decoded": 1, "images": 2})
+        display.report({"done": 1, "images": 2, "what": "decoded"})
         display.report(STEP)
         display.report({"step": 3, "epoch": 0, "held_out_recall@1": 0.25})
         display.note("[a line with brackets]")
@@ -17,7 +17,7 @@ def test_a_run_is_told_in_lines_where_there_is_no_terminal(capsys):
 
 def test_the_bar_follows_the_rows(monkeypatch):
     display = Display()
-    display.report({"decoded": 1, "images": 2})
+    display.report({"done": 1, "images": 2, "what": "decoded"})
     assert (display.progress.tasks[0].completed, display.progress.tasks[0].total) == (1, 2)
     display.report(STEP)
     assert (display.progress.tasks[0].completed, display.progress.tasks[0].total) == (3, 10)

@@ -42,7 +42,7 @@ class FileSource:
 
     @property
     def stamp(self) -> str:
-        """Size and time of change."""
+        """Size and times of change."""
         return _stamp(self.root / self.name)
 
     def decode(self, *, min_side: int | None = None) -> Image.Image:
@@ -61,7 +61,7 @@ class TarSource:
 
     @property
     def stamp(self) -> str:
-        """Size and time of change of the archive, and the place in it."""
+        """Size and times of change of the archive, and the place in it."""
         return f"{_stamp(self.archive)}:{self.offset}:{self.size}"
 
     def decode(self, *, min_side: int | None = None) -> Image.Image:
@@ -155,7 +155,7 @@ def _stamp(path: Path) -> str:
         status = path.stat()
     except OSError:
         return "absent"
-    return f"{status.st_size}:{status.st_mtime_ns}"
+    return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,26 @@
-"""How much an uncertainty score is worth."""
+"""How much an uncertainty score is worth: does it put wrong answers behind right ones?
 
+A score is larger where the model is less certain. Answer the i most certain of n queries, E(i) of them wrong:
+
+    R-AUROC   P(score of a wrong answer > score of a right one), ties counted half
+    AURC      1/n · Σ_{i = 1…n} E(i)/i       mean selective risk: errors among the answered       (Geifman et al., 2019)
+    AUGRC     1/n · Σ_{i = 1…n} E(i)/n       mean generalised risk: answered and wrong, among all  (Traub et al., 2024)
+
+Both areas are sums over the n coverages i/n. Traub et al. draw AUGRC by trapezoids from coverage 0, which is smaller
+by error rate/(2n); so AUGRC = (1 − R-AUROC)·accuracy·error + error²/2 + error/(2n).
+
+Queries of equal score have no order. Over all orders, a group of m with w wrong ones, after i₀ queries with e₀ wrong
+ones, has E(i) = e₀ + w·(i − i₀)/m on average, and all figures are linear in E: so ties are exact, and no figure
+depends on the order in which the queries are given.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+
+Values = Tensor | np.ndarray | Sequence[float] | Sequence[bool]
 
 
 def auroc(scores: Tensor, positive: Tensor) -> float:
@@ -20,3 +39,128 @@ def auroc(scores: Tensor, positive: Tensor) -> float:
     less = torch.searchsorted(below, above)
     at_most = torch.searchsorted(below, above, right=True)
     return float((less + at_most).double().mean() / (2 * len(below)))
+
+
+def evaluate_uncertainty(scores: Values, correct: Values) -> dict[str, float | None]:
+    """R-AUROC, AURC and AUGRC of a score, see the head of this file.
+
+    Args:
+        scores: one per query, larger = less certain; any numbers but NaN, only their order counts.
+        correct: a bool mask: the query's (leave-one-out) nearest neighbour has the right class.
+
+    Returns:
+        ``r_auroc`` (0.5 is chance, larger is better; None where all answers are right or all are wrong, for then it
+        is not defined), ``aurc`` and ``augrc`` (smaller is better; compare them at equal accuracy only).
+
+    >>> evaluate_uncertainty([0.1, 0.2, 0.2, 0.9], [True, True, False, False])
+    {'r_auroc': 0.875, 'aurc': 0.2708333333333333, 'augrc': 0.21875}
+    """
+    rank, wrong = _ranked(scores, correct)
+    n = len(rank)
+    answered, errors = _curve(rank, wrong)
+    place = torch.arange(1, n + 1)
+    group = rank.sort().values
+    size, mistaken = (x.diff(prepend=x.new_zeros(1)) for x in (answered, errors))
+    expected = errors[group] - mistaken[group] * (answered[group] - place) / size[group].double()  # E(i)
+    defined = 0 < int(errors[-1]) < n
+    return {
+        "r_auroc": auroc(rank.double(), wrong) if defined else None,
+        "aurc": float((expected / place).mean()),
+        "augrc": float(expected.mean() / n),
+    }
+
+
+def risk_coverage(scores: Values, correct: Values) -> tuple[Tensor, Tensor]:
+    """Coverage i/n and selective risk E(i)/i [m] of each threshold: "answer if score ≤ t", t the m distinct scores.
+
+    >>> risk_coverage([0.1, 0.2, 0.2, 0.9], [True, True, False, True])
+    (tensor([0.2500, 0.7500, 1.0000], dtype=torch.float64), tensor([0.0000, 0.3333, 0.2500], dtype=torch.float64))
+    """
+    rank, wrong = _ranked(scores, correct)
+    answered, errors = (x.double() for x in _curve(rank, wrong))
+    return answered / len(rank), errors / answered
+
+
+def bootstrap_interval(
+    figure: Callable[..., float | None],
+    *arrays: Values,
+    level: float = 0.95,
+    rounds: int = 1000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of ``figure(*arrays)``.
+
+    Each round draws as many queries as there are, with replacement, the same ones from every array, so that a figure
+    may be a difference between two scores on the same queries. Rounds where the figure is None (R-AUROC of answers
+    that are all right) are left out.
+
+    >>> error_rate = lambda correct: int((~correct).sum()) / len(correct)
+    >>> bootstrap_interval(error_rate, [True] * 80 + [False] * 20)
+    (0.12, 0.28)
+    """
+    columns = [_tensor(x, f"array {i}") for i, x in enumerate(arrays)]
+    lengths = [len(x) if x.ndim else 0 for x in columns]
+    if not lengths or min(lengths) == 0 or min(lengths) != max(lengths):
+        raise ValueError(f"a bootstrap needs arrays of one length above 0, got lengths {lengths}")
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level!r}")
+    if rounds < 1:
+        raise ValueError(f"rounds must be 1 or more, got {rounds!r}")
+    generator, n = torch.Generator().manual_seed(seed), lengths[0]
+    drawn = (torch.randint(n, (n,), generator=generator) for _ in range(rounds))
+    values = [value for rows in drawn if (value := figure(*(x[rows] for x in columns))) is not None]
+    if not values:
+        raise ValueError(f"the figure is not defined in any of {rounds} rounds")
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.tensor(values, dtype=torch.float64).quantile(tails).tolist()
+    return low, high
+
+
+def paired_rise(before: Values, after: Values) -> float:
+    """P(an image's score rises), ties counted half: 1/n · Σ [after > before] + ½[after = before].
+
+    >>> paired_rise([1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 1.0, 0.0])
+    0.625
+    """
+    one, two = _scores(before, "scores before"), _scores(after, "scores after")
+    if len(one) != len(two):
+        raise ValueError(f"{len(one)} scores before but {len(two)} after")
+    return int(2 * (two > one).sum() + (two == one).sum()) / (2 * len(one))
+
+
+def _ranked(scores: Values, correct: Values) -> tuple[Tensor, Tensor]:
+    """Which of the distinct scores each query has [n], ascending from 0, and where the answer is wrong [n]."""
+    x, right = _scores(scores, "scores"), _tensor(correct, "correct")
+    if right.dtype != torch.bool or right.ndim != 1:
+        raise ValueError(f"correct must be a bool mask [n], got {right.dtype} {list(right.shape)}")
+    if len(x) != len(right):
+        raise ValueError(f"{len(x)} scores for {len(right)} answers")
+    return x.unique(return_inverse=True)[1], ~right
+
+
+def _curve(rank: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:
+    """Up to and with each distinct score: queries answered and errors made [m]."""
+    answered = torch.bincount(rank)
+    return answered.cumsum(0), torch.bincount(rank[wrong], minlength=len(answered)).cumsum(0)
+
+
+def _scores(x: Values, name: str) -> Tensor:
+    out = _tensor(x, name)
+    if out.ndim != 1:
+        raise ValueError(f"{name} must be one per query, got shape {list(out.shape)}")
+    if len(out) == 0:
+        raise ValueError(f"there are no {name}")
+    bad = out.isnan().nonzero().flatten()
+    if len(bad):
+        raise ValueError(f"{len(bad)} of {len(out)} {name} are NaN (first: number {int(bad[0])})")
+    return out
+
+
+def _tensor(x: Values, name: str) -> Tensor:
+    """A tensor on the CPU; numbers in lists keep their full precision, or scores would tie that do not."""
+    if isinstance(x, Tensor):
+        return x.detach().cpu()
+    array = np.array(x, order="C")
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be numbers or a bool mask, got {array.dtype}")
+    return torch.from_numpy(array)

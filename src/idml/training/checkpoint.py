@@ -59,13 +59,14 @@ def load_checkpoint(
     try:
         with safe_open(path, framework="pt") as file:
             note = json.loads(file.metadata()["idml"])
+            before, data, progress = from_dict(note["config"]), note["dataset"], Progress(**note["progress"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a sound checkpoint ({str(error).splitlines()[0]})") from None
-    changed = difference(from_dict(note["config"]), config)
+    changed = difference(before, config)
     if changed:
         raise ValueError(f"cannot resume with other options: {'; '.join(changed)}")
-    if note["dataset"] != dataset:
+    if data != dataset:
         raise ValueError(f"cannot resume on other data: {config.data} no longer holds the images this run began with")
     model.load_state_dict(_below("model.", tensors))
     loss.load_state_dict(_below("loss.", tensors))
@@ -75,7 +76,7 @@ def load_checkpoint(
         number, key = name.split(".", 1)
         moments.setdefault(int(number), {})[key] = tensor
     optimizer.load_state_dict({"state": moments, "param_groups": state["param_groups"]})
-    return Progress(**note["progress"])
+    return progress
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

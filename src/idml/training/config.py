@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
+from idml.training.presets import preset
+
 Method = Literal["idml", "ism", "mixup", "plain", "pel", "pel-mixup"]
 Ambiguity = Literal["mixup", "cutmix", "low_resolution", "blur", "occlusion"]
 Schedule = Literal["constant", "step", "cosine"]
+Rule = Literal["similar", "dissimilar", "release"]
+Labels = Literal["sets", "weighted"]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,10 @@ class TrainConfig:
     """idml: metric and Mixup; ism: metric alone; mixup; plain; pel: probabilistic embeddings; pel-mixup."""
     ambiguity: tuple[Ambiguity, ...] = ()
     """Kinds of ambiguous images to train on, beside those of the method."""
+    labels: Labels = "sets"
+    """A mixture has the set of its parents' labels, or (weighted) the λ-weighted mean of the losses with each."""
+    rule: Rule = "similar"
+    """How methods idml and ism soften: similar is the method, dissimilar and release are for comparison."""
     tau: float = 5.0
     """Temperature of the metric."""
     gamma: float = 0.0
@@ -33,6 +42,10 @@ class TrainConfig:
     """Any timm model, or conv4 for small images."""
     pretrained: bool = True
     """Start from ImageNet weights (conv4 has none)."""
+    freeze_trunk: bool = False
+    """Train the heads alone, in seconds, on features that are computed once and kept."""
+    crops: int = 4
+    """With freeze_trunk: for how many epochs the images are cropped and mixed anew."""
     embedding_dim: int = 512
     """Size of s and of u."""
     bound: float | None = None
@@ -49,6 +62,8 @@ class TrainConfig:
     """Images a step, before mixtures double them."""
     per_class: int = 4
     """Images of each class in a batch; 0 draws images without regard to classes."""
+    micro_batch: int = 0
+    """Images the trunk sees at once, to save memory; the loss still sees the whole batch. 0: all of them."""
     lr: float = 1e-4
     """Learning rate of the trunk and the heads."""
     proxy_lr: float = 100.0
@@ -67,6 +82,8 @@ class TrainConfig:
     """Keep the statistics of batch normalisation as they are (ignored without pretrained weights)."""
     clip: float = 10.0
     """Gradient values are clipped at this."""
+    precision: Precision = "float32"
+    """What the network computes in; bfloat16 needs a GPU."""
     holdout: float = 0.1
     """Share of the training classes kept for choosing the best epoch."""
     split: str = "official"
@@ -81,23 +98,48 @@ class TrainConfig:
     """Fixes everything random."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and type(value) is not bool:
+                raise ValueError(f"{field.name} must be true or false, got {value!r}")
+            if field.type is str and not isinstance(value, str):
+                raise ValueError(f"{field.name} must be a word, got {value!r}")
+        if not isinstance(self.ambiguity, tuple | list):
+            raise ValueError(f"ambiguity must be a list of kinds, got {self.ambiguity!r}")
         object.__setattr__(self, "ambiguity", tuple(self.ambiguity))
-        for name, kind in (("method", Method), ("schedule", Schedule)):
+        choices = (
+            ("method", Method),
+            ("schedule", Schedule),
+            ("rule", Rule),
+            ("labels", Labels),
+            ("precision", Precision),
+        )
+        for name, kind in choices:
             _require_choice(name, getattr(self, name), get_args(kind))
         for value in self.ambiguity:
             _require_choice("ambiguity", value, get_args(Ambiguity))
-        for name in ("epochs", "batch_size", "embedding_dim", "step_epochs", "checkpoint_every"):
+        for name in ("epochs", "batch_size", "embedding_dim", "step_epochs", "checkpoint_every", "crops"):
             _require_number(name, getattr(self, name), at_least=1, whole=True)
-        for name in ("per_class", "warmup_epochs", "workers", "seed"):
+        for name in ("per_class", "micro_batch", "warmup_epochs", "workers", "seed"):
             _require_number(name, getattr(self, name), at_least=0, whole=True)
         for name in ("tau", "lr", "proxy_lr", "clip", "step_factor"):
             _require_number(name, getattr(self, name), above=0)
         for name in ("gamma", "weight_decay", "holdout"):
             _require_number(name, getattr(self, name), at_least=0)
+        for name, rate in (("lr", self.lr), ("lr · proxy_lr", self.lr * self.proxy_lr)):
+            if rate > 1e35:
+                raise ValueError(f"{name} must be at most 1e35, got {rate:g}")
         if self.holdout >= 1:
             raise ValueError(f"holdout must be below 1, got {self.holdout}")
         if self.per_class and self.batch_size % self.per_class:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of per_class {self.per_class}")
+        if self.micro_batch and not (self.freeze_bn and self.starts_from_weights):
+            raise ValueError(
+                "micro_batch needs frozen batch normalisation (pretrained weights and freeze_bn): otherwise each part "
+                "would be normalised by itself and the result would differ from the whole batch"
+            )
+        if self.freeze_trunk and not self.starts_from_weights:
+            raise ValueError("freeze_trunk needs pretrained weights: a random trunk has nothing to keep")
 
     @property
     def introspective(self) -> bool:
@@ -126,8 +168,11 @@ class TrainConfig:
 
 
 def from_dict(values: dict[str, Any]) -> TrainConfig:
-    """The configuration of a mapping, as a YAML file holds it; an unknown key names the nearest known one."""
-    known = [f.name for f in dataclasses.fields(TrainConfig)]
+    """The configuration of a mapping, as a YAML file holds it; an unknown key names the nearest known one.
+
+    The key ``preset`` stands for the options of that preset; the others override them.
+    """
+    known = ["preset", *(f.name for f in dataclasses.fields(TrainConfig))]
     for key in values:
         if key not in known:
             near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
@@ -137,6 +182,9 @@ def from_dict(values: dict[str, Any]) -> TrainConfig:
     ]
     if missing:
         raise ValueError(f"the option {missing[0]!r} is missing")
+    values = dict(values)
+    if name := values.pop("preset", None):
+        values = {**preset(name, str(values["data"])), **values}
     return TrainConfig(**values)
 
 

@@ -30,9 +30,10 @@ class Display:
         self.progress.stop()
 
     def report(self, row: dict[str, Any]) -> None:
-        """A row of the log (a step, or an epoch's held-out figures), or how many images are decoded."""
-        if "decoded" in row:
-            self.progress.update(self.task, completed=row["decoded"], total=row["images"], figures="images decoded")
+        """A row of the log (a step, or an epoch's held-out figures), or how many images are prepared."""
+        if "what" in row:
+            figures = f"images {row['what']}"
+            self.progress.update(self.task, completed=row["done"], total=row["images"], figures=figures)
         elif "loss" in row:
             mixed = f" mixed {row['level_mixed']:.2f}" if "level_mixed" in row else ""
             figures = f"loss {row['loss']:.3f}  {row['images/s']:.0f} img/s  ‖u‖ {row['level_clean']:.2f}{mixed}"
@@ -43,4 +44,4 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from idml.training.config import TrainConfig, from_dict
+from idml.training.presets import NAMES
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """One flag for each field, ``image_size`` as --image-size, with its documentation as help."""
     texts, types = _field_texts(), get_type_hints(TrainConfig)
+    words = " or ".join(NAMES)
+    parser.add_argument("--preset", metavar="WORD", help=f"begin with the options of {words}; others override them")
     for field in dataclasses.fields(TrainConfig):
         flag, kind = f"--{field.name.replace('_', '-')}", types[field.name]
         default = "" if field.default in (dataclasses.MISSING, (), None) else f" (default {field.default})"
@@ -31,7 +34,7 @@ def chosen_options(namespace: argparse.Namespace) -> TrainConfig:
     """The configuration that the flags and the file given by --config describe; flags win."""
     values = _read(Path(namespace.config)) if getattr(namespace, "config", None) else {}
     names = {field.name for field in dataclasses.fields(TrainConfig)}
-    values |= {key: value for key, value in vars(namespace).items() if key in names}
+    values |= {key: value for key, value in vars(namespace).items() if key in names or (key == "preset" and value)}
     return from_dict(values)
 
 

@@ -26,7 +26,9 @@ td:first-child, th:first-child { text-align: left } img, svg { max-width: 100%; 
 def page(title: str, *parts: str) -> bytes:
     """A whole HTML page of its own, without anything from elsewhere."""
     text = "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-    return f"{text}<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>".encode()
+    return f"{text}<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>".encode(
+        errors="backslashreplace"
+    )
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -16,7 +16,7 @@ def start_at_principal_components(model: Model, features: Tensor) -> None:
 
     With more dimensions than the features have, the rest of s starts at 0.
     """
-    x = features.double()
+    x = features.cpu().double()
     mean = x.mean(dim=0)
     x = x - mean
     _, directions = torch.linalg.eigh(x.T @ x)  # eigenvalues ascend

@@ -44,12 +44,34 @@ def uncertainty_warnings(rows: list[dict[str, Any]], config: TrainConfig) -> lis
     return []
 
 
-def open_log(path: Path, step: int) -> Any:
-    """The log to append to; rows after the checkpoint will be made again, so they go."""
-    if path.exists():
-        rows = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        write_whole(path, "".join(f"{line}\n" for line in rows).encode())
-    return path.open("a")
+class Log:
+    """The rows of a run: log.jsonl, one JSON object a line, and the same figures for TensorBoard.
+
+    Rows after ``step`` (the checkpoint a run goes on from) will be made again, so they go.
+    """
+
+    def __init__(self, run: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = run / "log.jsonl"
+        if path.exists():
+            rows = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+            write_whole(path, "".join(f"{line}\n" for line in rows).encode())
+        self.file = path.open("a")
+        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add a row; it is in the file when this returns."""
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        for name, value in row.items():
+            if name not in ("step", "epoch"):
+                self.board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self.file.close()
+        self.board.close()
 
 
 def _step_of(line: str) -> float:

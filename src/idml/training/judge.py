@@ -1,0 +1,50 @@
+"""How good a model is between and after epochs: retrieval by the plain metric on s."""
+
+from collections.abc import Callable
+
+import torch
+
+from idml.data.ambiguity import centre_crop
+from idml.data.pixels import Pixels
+from idml.embeddings import Embeddings
+from idml.evaluation import evaluate_retrieval
+from idml.model import Model
+from idml.training.frozen import centre_features
+
+
+class Judge:
+    """Embeds sets of images as a test sees them and takes their figures; a frozen trunk sees each set once."""
+
+    def __init__(self, frozen: bool, progress: Callable[[int, int], None]) -> None:
+        self.frozen, self.progress = frozen, progress
+
+    def embeddings(self, model: Model, pixels: Pixels) -> Embeddings:
+        """The embeddings of the usable images."""
+        if self.frozen:
+            return model.embed_features(centre_features(model, pixels, self.progress))
+        size = model.trunk.image_size
+        return Embeddings.cat([model.embed(centre_crop(pixels.batch(n), size)) for n in pixels.usable.split(256)])
+
+    def has_pairs(self, pixels: Pixels, gallery: Pixels | None = None) -> bool:
+        """Whether any image has another of its class to find."""
+        labels = pixels.images.labels[pixels.usable]
+        if gallery is not None:
+            return bool(torch.isin(labels, gallery.images.labels[gallery.usable]).any())
+        return bool((labels.bincount() > 1).any())
+
+    def require_pairs(self, pixels: Pixels, gallery: Pixels | None) -> None:
+        """Refuse images that cannot be judged by."""
+        if not self.has_pairs(pixels, gallery):
+            count = len(pixels.usable)
+            raise ValueError(f"{pixels.images.name}: none of the {count} images has another image of its class to find")
+
+    def figures(self, model: Model, pixels: Pixels, gallery: Pixels | None = None) -> dict[str, float]:
+        """Recall@1, R-Precision and MAP@R, among the images themselves or in a gallery."""
+        figures = evaluate_retrieval(
+            self.embeddings(model, pixels),
+            pixels.images.labels[pixels.usable],
+            gallery=None if gallery is None else self.embeddings(model, gallery),
+            gallery_labels=None if gallery is None else gallery.images.labels[gallery.usable],
+            recall_at=(1,),
+        )
+        return {key: float(figures[key] or 0.0) for key in ("recall@1", "r_precision", "map@r")}

@@ -1,0 +1,82 @@
+"""One step: a batch's embeddings, its loss, and the gradients, whole, in parts or in several processes."""
+
+import torch
+from torch import Tensor, nn
+
+from idml.data.ambiguity import Batch
+from idml.embeddings import Embeddings
+from idml.labels import LabelSets
+from idml.model import Model
+from idml.training.config import TrainConfig
+from idml.training.processes import Processes
+
+
+def learn(
+    batch: Batch,
+    model: Model,
+    loss: nn.Module,
+    config: TrainConfig,
+    processes: Processes,
+    seed: int,
+) -> tuple[float, Embeddings]:
+    """The loss of a batch and its embeddings; the gradients are left in the parameters.
+
+    This process embeds its share of the batch, in parts of ``micro_batch`` images if asked for. Those are embedded
+    twice: without history for the loss, which sees all of them, then part by part with the gradient that the loss
+    gave each embedding (Gao et al., 2021). So the gradients are those of the whole batch.
+    """
+    embed = model.heads if config.freeze_trunk else model
+    share = processes.share(batch.images)
+    parts = share.split(config.micro_batch or len(share))
+
+    def embedded(part: int) -> Embeddings:
+        torch.manual_seed(seed + part)  # for whatever the trunk itself draws
+        with torch.autocast(share.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+            out: Embeddings = embed(parts[part])
+        return out
+
+    if len(parts) == 1:
+        own = embedded(0)
+    else:
+        with torch.no_grad():
+            own = Embeddings.cat([embedded(part) for part in range(len(parts))])
+        own = Embeddings(own.semantic.requires_grad_(), own.uncertainty.requires_grad_())
+    whole = processes.gather(own)
+    value = _loss_of(loss, whole, batch, config.labels, seed)
+    if not bool(torch.isfinite(value)):
+        raise ValueError(f"the loss is {float(value)}")
+    value.backward()
+    if len(parts) > 1:
+        for part in range(len(parts)):
+            _pull(embedded(part), own, part * config.micro_batch)
+    processes.sum_gradients(model)
+    if not all(bool(torch.isfinite(p.grad).all()) for m in (model, loss) for p in m.parameters() if p.grad is not None):
+        raise ValueError("the gradients hold NaN or infinity")
+    processes.average_statistics(model)
+    return float(value.detach()), whole.detach()
+
+
+def require_finite(*modules: nn.Module) -> None:
+    """Refuse weights and statistics that are not numbers any more: they must not replace a good checkpoint."""
+    if not all(bool(torch.isfinite(x).all()) for module in modules for x in module.state_dict().values()):
+        raise ValueError("the weights hold NaN or infinity: a smaller learning rate may help")
+
+
+def _pull(part: Embeddings, whole: Embeddings, start: int) -> None:
+    """Send the gradients that ``whole`` got at the rows of ``part`` back through the network."""
+    both = ((part.semantic, whole.semantic.grad), (part.uncertainty, whole.uncertainty.grad))
+    pulled = [(x, g[start : start + len(part)]) for x, g in both if g is not None]  # the plain metric leaves u alone
+    torch.autograd.backward([x for x, _ in pulled], [g for _, g in pulled])
+
+
+def _loss_of(loss: nn.Module, embeddings: Embeddings, batch: Batch, labels: str, seed: int) -> Tensor:
+    """The loss with label sets, or with each parent's label, weighted: λ·L(l₁) + (1 − λ)·L(l₂)."""
+    if labels == "sets" or batch.lam is None:
+        value: Tensor = loss(embeddings, batch.labels, seed=seed)
+        return value
+    first, second = batch.labels.ids[:, 0], batch.labels.ids[:, -1]
+    second = torch.where(second < 0, first, second)
+    weighted: Tensor = batch.lam * loss(embeddings, LabelSets(first), seed=seed) + (1 - batch.lam) * loss(
+        embeddings, LabelSets(second), seed=seed
+    )
+    return weighted

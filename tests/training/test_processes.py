@@ -1,0 +1,132 @@
+"""Two processes give the loss and the gradients that one gives with the same batch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from idml.training.config import TrainConfig
+from idml.training.loop import train
+from idml.training.processes import Processes
+
+ONE_STEP = """
+import sys, torch
+torch.set_num_threads(1)
+from safetensors.torch import save_file
+from idml.data.ambiguity import with_mixtures
+from idml.data.sampling import random_stream
+from idml.losses import build_loss
+from idml.metric import IntrospectiveMetric
+from idml.model import build_model
+from idml.training.config import TrainConfig
+from idml.training.processes import Processes
+from idml.training.step import learn
+
+processes = Processes()
+assert processes.count == int(sys.argv[2]), processes.count
+images = torch.rand(16, 3, 16, 16, generator=random_stream("images"))
+batch = with_mixtures(images, torch.arange(16) % 4, "mixup", random_stream("mixture"))
+for name in ("multi_similarity", "proxy_anchor", "margin_dw"):
+    for method in ("idml", "plain"):
+        torch.manual_seed(0)
+        metric = IntrospectiveMetric(rule="similar" if method == "idml" else "off")
+        loss = build_loss(name, metric=metric, num_classes=4, embedding_dim=8)
+        model = build_model("conv4", embedding_dim=8, image_size=16)
+        model.trunk.eval()  # statistics of its own share would differ from those of the whole batch
+        config = TrainConfig(data="glyphs", out="-", loss=name, method=method)
+        value, embeddings = learn(batch, model, loss, config, processes, seed=5)
+        if processes.first:
+            parameters = [*model.named_parameters(), *loss.named_parameters()]
+            found = {k: p.grad.contiguous() for k, p in parameters if p.grad is not None}
+            found |= {"value": torch.tensor(value), "level": embeddings.level}
+            save_file(found, f"{sys.argv[1]}-{name}-{method}")
+"""
+
+
+def run(code, *arguments, processes, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    launch = [sys.executable, str(script)]
+    if processes > 1:
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            str(script),
+        ]
+    return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Where one step of one process and of two are kept."""
+    folder = tmp_path_factory.mktemp("steps")
+    for processes in (1, 2):
+        done = run(ONE_STEP, str(folder / str(processes)), str(processes), processes=processes, tmp_path=folder)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("method", ["idml", "plain"])
+@pytest.mark.parametrize("loss", ["multi_similarity", "proxy_anchor", "margin_dw"])
+def test_two_processes_give_the_loss_and_gradients_of_one(steps, loss, method):
+    one, two = (load_file(steps / f"{processes}-{loss}-{method}") for processes in (1, 2))
+    assert one.keys() == two.keys()
+    assert ("proxies" in one) is (loss == "proxy_anchor")
+    assert ("uncertainty.linear.weight" in one) is (method == "idml")
+    assert any(float(g.abs().max()) > 0 for k, g in one.items() if k.startswith("trunk"))
+    for name, expected in one.items():
+        torch.testing.assert_close(two[name], expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_whole_run_in_two_processes(options, tmp_path):
+    code = """
+import sys, torch
+torch.set_num_threads(1)
+from idml.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in options.items() if k not in ("pretrained", "epochs")]
+    flags = [
+        "train",
+        *flags,
+        "--no-pretrained",
+        "--epochs=2",
+        "--loss=proxy_anchor",
+        "--json",
+        f"--out={tmp_path / 'run'}",
+    ]
+    done = run(code, *flags, processes=2, tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1  # the first process alone reports
+    assert json.loads(lines[0]) == json.loads((tmp_path / "run" / "metrics.json").read_text())
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged if "loss" in row] == list(
+        range(1, len([r for r in logged if "loss" in r]) + 1)
+    )
+
+
+def test_shares_cover_the_batch():
+    processes = Processes()
+    processes.count = 3
+    rows = torch.arange(12)
+    shares = []
+    for processes.rank in range(3):
+        shares.append(processes.share(rows))
+    assert torch.equal(torch.stack(shares, dim=1).flatten(), rows)
+    with pytest.raises(ValueError, match="batch_size 8 is not a multiple of the 3 processes"):
+        processes.require_shares(8)
+
+
+def test_bfloat16_is_refused_on_a_cpu(options, tmp_path):
+    if torch.cuda.is_available():
+        assert train(TrainConfig(out=str(tmp_path), precision="bfloat16", **options))["steps"] > 0
+        return
+    with pytest.raises(ValueError, match="precision bfloat16 needs a GPU"):
+        train(TrainConfig(out=str(tmp_path), precision="bfloat16", **options))

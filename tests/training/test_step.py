@@ -1,0 +1,66 @@
+"""One step: micro-batches keep the pair matrix right, weighted labels are what they say."""
+
+import pytest
+import torch
+
+from idml.data.ambiguity import with_mixtures
+from idml.data.sampling import random_stream
+from idml.labels import LabelSets
+from idml.losses import build_loss
+from idml.metric import IntrospectiveMetric
+from idml.model import build_model
+from idml.probabilistic import ProbabilisticLoss
+from idml.training.config import TrainConfig
+from idml.training.processes import Processes
+from idml.training.step import learn
+
+
+def one_step(loss="multi_similarity", method="idml", lam=None, **changes):
+    torch.manual_seed(0)
+    metric = IntrospectiveMetric(rule="similar" if method == "idml" else "off")
+    criterion = build_loss(loss, metric=metric, num_classes=4, embedding_dim=8)
+    kind = "introspective"
+    if method == "pel-mixup":
+        criterion, kind = ProbabilisticLoss(criterion), "gaussian"
+    model = build_model(image_size=32, embedding_dim=8, uncertainty=kind)
+    model.trunk.eval()
+    model.heads(torch.ones(2, model.trunk.width))  # the uncertainty head starts at the scale of its first batch
+    images = torch.rand(16, 3, 32, 32, generator=random_stream("images"))
+    batch = with_mixtures(images, torch.arange(16) % 4, "mixup", random_stream("mixture"), lam=lam)
+    config = TrainConfig(data="glyphs", out="-", loss=loss, method=method, **changes)
+    value, embeddings = learn(batch, model, criterion, config, Processes(), seed=3)
+    gradients = {k: p.grad for m in (model, criterion) for k, p in m.named_parameters() if p.grad is not None}
+    criterion.requires_grad_(False)
+    return value, gradients, embeddings, batch, criterion
+
+
+@pytest.mark.parametrize("method", ["idml", "mixup", "pel-mixup"])
+@pytest.mark.parametrize("loss", ["multi_similarity", "proxy_anchor"])
+def test_parts_give_the_gradients_of_the_whole_batch(loss, method):
+    whole, expected, *_ = one_step(loss, method)
+    for size in (5, 16):
+        value, gradients, *_ = one_step(loss, method, micro_batch=size)
+        assert value == pytest.approx(whole, rel=1e-5)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            scale = float(expected[name].abs().max())
+            torch.testing.assert_close(gradient, expected[name], rtol=2e-3, atol=2e-4 * scale + 1e-9)
+
+
+def test_weighted_labels_are_the_weighted_losses_of_the_parents():
+    value, _, embeddings, batch, loss = one_step("proxy_anchor", lam=0.3, labels="weighted")
+    first = torch.cat([batch.labels.ids[:16, 0], batch.labels.ids[16:, 0]])
+    second = torch.cat([batch.labels.ids[:16, 0], batch.labels.ids[16:, 1]])
+    expected = 0.3 * loss(embeddings, LabelSets(first)) + 0.7 * loss(embeddings, LabelSets(second))
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    sets, *_ = one_step("proxy_anchor", lam=0.3)
+    assert value != pytest.approx(sets, rel=1e-3)
+
+
+def test_weighted_labels_without_mixtures_are_plain_labels():
+    from idml.data.ambiguity import Batch
+
+    value, _, embeddings, batch, loss = one_step("proxy_anchor", lam=1.0, labels="weighted")
+    assert value == pytest.approx(float(loss(embeddings, batch.labels.ids[:, 0])), rel=1e-6)
+    unmixed = Batch(batch.images[:16], batch.labels[:16], batch.mixed[:16])
+    assert unmixed.lam is None
