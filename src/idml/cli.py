@@ -30,7 +30,17 @@ def main(arguments: list[str] | None = None) -> int:
     showing.set_defaults(run=_demo)
     showing.add_argument("--out", metavar="DIR", default="runs/demo", help="where to put it (default runs/demo)")
 
-    for command in (training, showing):
+    reproducing = commands.add_parser(
+        "reproduce", help="a table of results", description="Make a table, cell by cell; a stopped one goes on."
+    )
+    reproducing.set_defaults(run=_reproduce)
+    reproducing.add_argument("what", metavar="WHAT", help="first: three losses with and without the metric and Mixup")
+    reproducing.add_argument("--data", metavar="SPEC", default="glyphs", help="data set (default glyphs)")
+    reproducing.add_argument("--seeds", type=int, metavar="N", default=3, help="runs of each cell (default 3)")
+    reproducing.add_argument("--out", metavar="DIR", default="results", help="where to put it (default results)")
+    reproducing.add_argument("--dry-run", action="store_true", help="only say what would be done")
+
+    for command in (training, showing, reproducing):
         command.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     options = parser.parse_args(arguments)
     try:
@@ -71,6 +81,25 @@ def _demo(options: argparse.Namespace) -> int:
     rows = {method: results[method]["selected"] for method in ("plain", "idml")}
     _print_figures({**rows, "‖u‖, AUROC": results["uncertainty"]}, results, options.json)
     print(f"the report is {Path(options.out) / 'report.html'}", file=sys.stderr)
+    return 0
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from idml.experiments.first import reproduce_first
+    from idml.training.display import Display
+
+    if options.what != "first":
+        raise ValueError(f"there is no table {options.what!r}; known is first")
+    with Display() as display:
+        results = reproduce_first(
+            options.data,
+            options.seeds,
+            Path(options.out),
+            dry_run=options.dry_run,
+            report=display.report,
+            note=display.note,
+        )
+    print(json.dumps(results) if options.json else results["table"])
     return 0
 
 

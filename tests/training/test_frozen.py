@@ -8,9 +8,10 @@ import torch
 from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
 from idml.evaluation import evaluate_retrieval
+from idml.features import view_features
 from idml.model import build_model, load_model
 from idml.training.config import TrainConfig
-from idml.training.frozen import FrozenStream, centre_features
+from idml.training.frozen import FrozenStream
 from idml.training.loop import train
 from idml.training.start import start_at_principal_components
 from idml.training.stream import Stream
@@ -73,10 +74,10 @@ def test_methods_share_the_features_of_the_originals(frozen, monkeypatch, tmp_pa
 def test_another_trunk_has_other_features(frozen, monkeypatch, tmp_path):
     monkeypatch.setenv("IDML_CACHE", str(tmp_path))
     stream, _, model = streams(frozen)
-    first = centre_features(model, stream.pixels, quiet)
+    first = view_features(model, stream.pixels)
     with torch.no_grad():
         next(model.trunk.parameters()).mul_(1.5)
-    second = centre_features(model, stream.pixels, quiet)
+    second = view_features(model, stream.pixels)
     assert not torch.allclose(first, second)
 
 

@@ -6,8 +6,7 @@ on the plan e mod ``crops``, its batches in an order of their own. The features 
 in two files, so that methods with and without mixtures share the first.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from idml.data.ambiguity import IN_PLACE, MIXTURES, Batch, apply_ambiguity, centre_crop
-from idml.data.pixels import Pixels
+from idml.data.ambiguity import IN_PLACE, MIXTURES, Batch, apply_ambiguity
 from idml.data.sampling import random_stream
+from idml.features import VERSION, Progress, features_key, features_of
 from idml.files import cache_folder, cached_array
 from idml.model import Model
 from idml.training.stream import Stream
-
-Progress = Callable[[int, int], None]
-_VERSION = 1
 
 
 class FrozenStream:
@@ -73,7 +69,7 @@ class FrozenStream:
         return Batch(features, drawn.labels, drawn.mixed, drawn.lam)
 
     def _features(self, model: Model, key: tuple[Any, ...], mixed: bool, progress: Progress) -> NDArray[np.float32]:
-        name = _key(model, self.stream.pixels, *key)
+        name = features_key(model, self.stream.pixels, *key)
         rows = self.crops * self.steps
 
         def fill(array: NDArray[np.float32]) -> None:
@@ -86,35 +82,4 @@ class FrozenStream:
 
         shape = (rows, self.stream.config.batch_size, model.trunk.width)
         kind = "mixtures" if mixed else "crops"
-        return cached_array(cache_folder() / f"{kind}-{name}-v{_VERSION}.npy", shape, np.float32, fill)
-
-
-def centre_features(model: Model, pixels: Pixels, progress: Progress) -> Tensor:
-    """The features of the usable images as a test sees them, from the cache or computed now [n, width]."""
-    usable, size = pixels.usable, model.trunk.image_size
-    device = model.semantic.weight.device
-
-    def fill(array: NDArray[np.float32]) -> None:
-        for part in torch.arange(len(usable)).split(128):
-            array[part.numpy()] = features_of(model, centre_crop(pixels.batch(usable[part]).to(device), size))
-            progress(int(part[-1]) + 1, len(usable))
-
-    path = cache_folder() / f"features-{_key(model, pixels, size)}-v{_VERSION}.npy"
-    return torch.from_numpy(cached_array(path, (len(usable), model.trunk.width), np.float32, fill).copy())
-
-
-@torch.no_grad()
-def features_of(model: Model, images: Tensor) -> NDArray[np.float32]:
-    """What the trunk, as in a test, makes of a batch of images."""
-    model.trunk.eval()
-    features: NDArray[np.float32] = model.features(images).float().cpu().numpy()
-    return features
-
-
-def _key(model: Model, pixels: Pixels, *what: object) -> str:
-    """A hash of the trunk, its weights, the images and whatever else the features depend on."""
-    digest = hashlib.sha256(repr((model.config.trunk, pixels.images.version, pixels.side, what)).encode())
-    for name, tensor in model.trunk.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+        return cached_array(cache_folder() / f"{kind}-{name}-v{VERSION}.npy", shape, np.float32, fill)

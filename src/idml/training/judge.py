@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from idml.data.ambiguity import centre_crop
 from idml.data.pixels import Pixels
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
+from idml.features import embed_view
 from idml.model import Model
-from idml.training.frozen import centre_features
 
 
 class Judge:
@@ -20,10 +19,7 @@ class Judge:
 
     def embeddings(self, model: Model, pixels: Pixels) -> Embeddings:
         """The embeddings of the usable images."""
-        if self.frozen:
-            return model.embed_features(centre_features(model, pixels, self.progress))
-        size = model.trunk.image_size
-        return Embeddings.cat([model.embed(centre_crop(pixels.batch(n), size)) for n in pixels.usable.split(256)])
+        return embed_view(model, pixels, keep=self.frozen, progress=self.progress)
 
     def has_pairs(self, pixels: Pixels, gallery: Pixels | None = None) -> bool:
         """Whether any image has another of its class to find."""

@@ -1,0 +1,108 @@
+"""A table as a grid of training runs: each finished cell is a small JSON file, written at once and never made again."""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from idml.data.catalogue import load_dataset
+from idml.data.pixels import load_pixels
+from idml.data.views import MIXED
+from idml.evaluation.uncertainty import auroc
+from idml.features import CLEAN, embed_view
+from idml.files import write_whole
+from idml.model import load_model
+from idml.training.config import TrainConfig, from_dict
+from idml.training.loop import train
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: where it stands in the table, and its options (all but ``data`` and ``out``)."""
+
+    name: str
+    options: dict[str, Any]
+
+
+def run_cells(
+    cells: Iterable[Cell], data: str, folder: Path, *, report: Report, note: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """The results of the cells; those that ``folder`` already holds are read.
+
+    A cell is trained in ``folder``/name.run, which a stop leaves to be resumed and which goes when the result is there.
+    A result made with other options is refused.
+    """
+    results = {}
+    for cell in cells:
+        path, run = folder / f"{cell.name}.json", folder / f"{cell.name}.run"
+        if path.exists():
+            results[cell.name] = _read(path, cell)
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        config = from_dict({**cell.options, "data": data, "out": str(run)})
+        metrics = train(config, resume=True, report=report)
+        result = {"options": cell.options, "data": data.partition(":")[0], **metrics, **what_u_tells(config, run)}
+        result["seconds"] = round(time.perf_counter() - started, 1)
+        write_whole(path, (json.dumps(result, indent=1) + "\n").encode())
+        shutil.rmtree(run)
+        results[cell.name] = result
+        note(f"{cell.name}: recall@1 {result['selected']['recall@1']:.1%} in {result['seconds']:.0f} s")
+    return results
+
+
+def _read(path: Path, cell: Cell) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        made_with = result["options"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a result ({error}); delete it to make it again") from None
+    if made_with != json.loads(json.dumps(cell.options)):
+        raise ValueError(f"{path} was made with other options; delete it to make it again")
+    return result
+
+
+def what_u_tells(config: TrainConfig, run: Path) -> dict[str, Any]:
+    """Whether ‖u‖ is larger for mixed test images, and for images with a twin in another class; its level and weight.
+
+    AUROC 0.5 is chance.
+    """
+    model = load_model(run)
+    test = load_dataset(config.data, split=config.split).test
+    pixels = load_pixels(test, round(model.trunk.image_size * 256 / 224))
+    clean, mixed = (embed_view(model, pixels, v, keep=config.freeze_trunk).level for v in (CLEAN, MIXED))
+    told: dict[str, Any] = {"auroc_mixed": auroc_above(mixed, clean)}
+    if test.ambiguous is not None:
+        told["auroc_twins"] = auroc(clean, test.ambiguous[pixels.usable])
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "loss" in row][-20:]
+    for key in ("level_clean", "level_mixed", "level_spread", "weight"):
+        if key in last[0]:
+            told[key] = sum(row[key] for row in last) / len(last)
+    return told
+
+
+def auroc_above(high: torch.Tensor, low: torch.Tensor) -> float:
+    """P(a value of ``high`` > a value of ``low``), ties counted half."""
+    both = torch.cat([high, low])
+    return auroc(both, torch.arange(len(both)) < len(high))
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval by Student's t; of one value the width is unknown (NaN)."""
+    from scipy.stats import t
+
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return mean, math.nan
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
+    return mean, float(t.ppf(0.975, n - 1)) * deviation / math.sqrt(n)

@@ -1,0 +1,102 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from idml.cli import main
+from idml.experiments import first
+from idml.experiments.grid import Cell, auroc_above, interval, run_cells
+
+SMALL = {
+    "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8, "epochs": 1, "batch_size": 8,
+    "per_class": 2, "holdout": 0.0,
+}  # fmt: skip
+
+
+def quiet(_):
+    pass
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
+    noise = np.random.default_rng(0)
+    for c in "abcdefgh":
+        (tmp_path / "data" / c).mkdir(parents=True)
+        for i in range(4):
+            image = Image.fromarray(noise.integers(0, 256, (20, 20, 3), dtype=np.uint8))
+            image.save(tmp_path / "data" / c / f"{i}.png")
+    return f"folder:{tmp_path / 'data'}"
+
+
+def test_a_finished_cell_is_not_made_again_and_a_stopped_one_goes_on(pictures, tmp_path):
+    cells = [Cell(f"cell-{seed}", {**SMALL, "seed": seed, "checkpoint_every": 1}) for seed in range(2)]
+
+    class Stopped(Exception):
+        pass
+
+    def stop(row):
+        if row.get("step") == 2 and (tmp_path / "out" / "cell-0.json").exists():
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run_cells(cells, pictures, tmp_path / "out", report=stop, note=quiet)
+    kept = (tmp_path / "out" / "cell-0.json").read_bytes()
+    assert (tmp_path / "out" / "cell-1.run").is_dir()
+    results = run_cells(cells, pictures, tmp_path / "out", report=quiet, note=quiet)
+    assert (tmp_path / "out" / "cell-0.json").read_bytes() == kept
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cell-0.json", "cell-1.json"]
+    assert 0 <= results["cell-1"]["auroc_mixed"] <= 1
+    assert "auroc_twins" not in results["cell-1"]
+    assert str(tmp_path) not in kept.decode()
+
+
+def test_results_of_other_options_and_damaged_ones_are_refused(pictures, tmp_path):
+    (tmp_path / "cell.json").write_text(json.dumps({"options": {**SMALL, "lr": 9.0}}))
+    with pytest.raises(ValueError, match=r"cell\.json was made with other options; delete it"):
+        run_cells([Cell("cell", SMALL)], pictures, tmp_path, report=quiet, note=quiet)
+    (tmp_path / "cell.json").write_text("{")
+    with pytest.raises(ValueError, match=r"cell\.json is not a result"):
+        run_cells([Cell("cell", SMALL)], pictures, tmp_path, report=quiet, note=quiet)
+
+
+def test_interval_is_students():
+    values = [3.0, 4.0, 8.0]
+    low, high = scipy.stats.t.interval(0.95, 2, np.mean(values), scipy.stats.sem(values))
+    mean, half = interval(values)
+    assert (mean - half, mean + half) == pytest.approx((low, high))
+    assert interval([2.0])[0] == 2.0
+    assert math.isnan(interval([2.0])[1])
+
+
+def test_auroc_above_counts_pairs():
+    high, low = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0])
+    assert auroc_above(high, low) == pytest.approx((1 + 0 + 1 + 0.5 + 1 + 1) / 6)
+
+
+def test_the_first_table_by_command(pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(first, "SCRATCH", SMALL)
+    monkeypatch.setattr(first, "FROZEN", SMALL)
+    monkeypatch.setattr(first, "LOSSES", ("proxy_anchor",))
+    arguments = ["reproduce", "first", "--data", pictures, "--seeds", "2", "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "8 of 8 runs to do" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(found["results"]) == 8
+    folder = tmp_path / "out" / "first-folder"
+    lines = (folder / "table.md").read_text().splitlines()
+    assert len(lines) == 2 + 1 + 4  # header, raw features, four methods
+    assert "±" in lines[-1]
+    assert (folder / "table.csv").read_text().count("\n") == 6
+    assert "<table>" in (folder / "table.html").read_text()
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "0 of 8 runs to do" in capsys.readouterr().out
+    assert main(["reproduce", "nothing"]) == 2
+    assert "there is no table 'nothing'" in capsys.readouterr().err
+    assert main([*arguments[:4], "--seeds", "0"]) == 2
