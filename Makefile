@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint faults bench clean
 
 setup: .venv/.ready
 
@@ -23,8 +23,13 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+faults: setup
+	IDML_KILLS=12 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py
+
 bench: setup
 	$(BIN)/python benchmarks/loss_step.py
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/made_data.py
 
 clean:

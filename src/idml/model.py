@@ -16,7 +16,7 @@ from idml.files import write_whole
 from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
 from idml.trunks import PACKAGED, build_trunk
 
-START_LEVEL = 0.05  # mean ‖u‖ of the first batch
+START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
 FILE = "model.safetensors"
 
 
@@ -62,19 +62,23 @@ def squash(u: Tensor, bound: float) -> Tensor:
 
 
 class UncertaintyHead(nn.Module):
-    """The linear map to u (raw, never normalised), or to σ.
+    """The linear map u = c·W·features + b (raw, never normalised), or the one to σ.
 
-    It starts small whatever the scale of the trunk's features: the first batch it sees rescales its weights once
-    so that the mean of ‖W·features‖ is 0.05. Training then begins at the plain metric. (For σ: log σ² begins at −12.)
+    It starts small whatever the scale of the trunk's features: the first batch it sees fixes c so that the mean of
+    ‖u‖ is 0.05. Training then begins at the plain metric. (For σ: log σ² begins at −12.) The smallness lies in c and
+    not in W, because an optimiser like Adam moves every weight by the learning rate whatever its size: small weights
+    on large features would send ‖u‖ to 60 within ten steps.
     """
 
     started: Tensor
+    scale: Tensor
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__()
         self.linear = nn.Linear(width, config.embedding_dim)
         nn.init.constant_(self.linear.bias, LOG_VARIANCE_START if config.uncertainty == "gaussian" else 0.0)
         self.register_buffer("started", torch.tensor(False))
+        self.register_buffer("scale", torch.tensor(1.0))
         self._known_started = False  # the same for Python, so that a GPU is not asked at every step
         self.gaussian, self.bound, self.detach = config.uncertainty == "gaussian", config.bound, config.detach
 
@@ -86,7 +90,7 @@ class UncertaintyHead(nn.Module):
             if not bool(self.started):
                 self._start(features)
             self._known_started = bool(self.started)
-        out: Tensor = full_precision(self.linear(features))
+        out = full_precision(nn.functional.linear(features, self.linear.weight)) * self.scale + self.linear.bias
         if self.gaussian:
             return standard_deviation(out)
         return out if self.bound is None else squash(out, self.bound)
@@ -99,7 +103,8 @@ class UncertaintyHead(nn.Module):
             torch.distributed.all_reduce(level)  # every process sees its share of the batch
             level = level / torch.distributed.get_world_size()
         if bool(torch.isfinite(level)) and float(level) > 0:
-            self.linear.weight.mul_(START_LEVEL / level)
+            wanted = START_LEVEL * (raw.shape[1] ** 0.5 if self.gaussian else 1.0)
+            self.scale.copy_(wanted / level)
             self.started.fill_(True)
 
 

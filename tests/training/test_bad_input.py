@@ -11,7 +11,8 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from idml import cli
 from idml.model import load_model
@@ -243,6 +244,14 @@ def test_a_damaged_checkpoint(runs, stopped):
         stopped.write_bytes(damaged)
         assert "last.safetensors is not a sound checkpoint" in runs.refused("--resume")
         assert stopped.read_bytes() == damaged
+
+
+def test_a_checkpoint_of_another_version(runs, stopped):
+    with safe_open(stopped, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del tensors["model.uncertainty.scale"]
+    save_file(tensors, stopped, metadata)
+    assert "was written by another version of idml; begin the run anew" in runs.refused("--resume")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "read-only/run", "/proc/run"])

@@ -36,11 +36,12 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False) ->
     _check_split(split)
     kind, _, path = spec.partition(":")
     if spec == "glyphs":
-        if split != "official":
-            raise ValueError(f"glyphs has only its official split, which keeps twins together; got {split!r}")
+        if split not in ("official", "all"):
+            raise ValueError(f"glyphs has the splits official, which keeps twins together, and all; got {split!r}")
         from idml.data.glyphs import load_glyphs
 
-        return load_glyphs()
+        glyphs = load_glyphs()
+        return glyphs if split == "official" else _for_both(glyphs)
     if kind not in LAYOUTS:
         near = difflib.get_close_matches(kind.lower(), ["glyphs", *LAYOUTS], n=1, cutoff=0.5)
         hint = f", did you mean {near[0]!r}?" if near else ":"
@@ -54,6 +55,21 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False) ->
     except OSError as error:
         raise ValueError(f"cannot read {str(error.filename or path)!r}: {error.strerror}") from None
     return _dataset(kind, listing, split, strict)
+
+
+def _for_both(dataset: Dataset) -> Dataset:
+    """Every image to train and to test on."""
+    train, test = dataset.train, dataset.test
+    assert train.ambiguous is not None
+    assert test.ambiguous is not None
+    everything = ImageSet(
+        f"{dataset.name} all",
+        [*train.sources, *test.sources],
+        torch.cat([train.labels, test.labels + len(train.classes)]),
+        (*train.classes, *test.classes),
+        torch.cat([train.ambiguous, test.ambiguous]),
+    )
+    return Dataset(dataset.name, everything, everything, notes=dataset.notes)
 
 
 def _check_split(split: str) -> None:

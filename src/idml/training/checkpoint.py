@@ -68,8 +68,11 @@ def load_checkpoint(
         raise ValueError(f"cannot resume with other options: {'; '.join(changed)}")
     if data != dataset:
         raise ValueError(f"cannot resume on other data: {config.data} no longer holds the images this run began with")
-    model.load_state_dict(_below("model.", tensors))
-    loss.load_state_dict(_below("loss.", tensors))
+    try:
+        model.load_state_dict(_below("model.", tensors))
+        loss.load_state_dict(_below("loss.", tensors))
+    except RuntimeError:  # the same options, yet other tensors
+        raise ValueError(f"{path} was written by another version of idml; begin the run anew") from None
     state = optimizer.state_dict()
     moments: dict[int, dict[str, Tensor]] = {}
     for name, tensor in _below("optimizer.", tensors).items():

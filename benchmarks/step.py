@@ -1,0 +1,81 @@
+"""What IDML costs: a training step of n images and their n mixtures against a plain step of 2n images, per image.
+
+    python benchmarks/step.py [--steps 5] [--losses NAME…] [--json]
+
+The pretrained trunk at 112 pixels, n = 60. Both kinds of step are prepared and taken as in training, from the pixels
+on, and alternate, so that both see the same machine. Goal: at most 1.03.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from idml.data.ambiguity import apply_ambiguity
+from idml.losses import build_loss
+from idml.metric import IntrospectiveMetric
+from idml.model import build_model
+from idml.training.config import TrainConfig
+from idml.training.optimiser import build_optimiser, set_modes
+from idml.training.processes import Processes
+from idml.training.step import learn
+
+SIZE, HALF, CLASSES = 112, 60, 100
+
+
+def arm(loss_name: str, method: str):
+    """A function that takes one step and returns its seconds."""
+    config = TrainConfig(data="-", out="-", loss=loss_name, method=method, image_size=SIZE)
+    metric = IntrospectiveMetric(rule="similar" if config.introspective else "off")
+    loss = build_loss(loss_name, metric=metric, num_classes=CLASSES, embedding_dim=512)
+    model = build_model(image_size=SIZE)
+    optimizer, processes = build_optimiser(model, loss, config), Processes()
+    set_modes(model, config, 0)
+    count = HALF if config.kinds else 2 * HALF
+    images = torch.rand(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(count) // 4
+
+    def step(number: int) -> float:
+        started = time.perf_counter()
+        batch = apply_ambiguity(images, labels, config.kinds, seed=0, epoch=0, step=number)
+        assert len(batch.images) == 2 * HALF
+        optimizer.zero_grad(set_to_none=True)
+        learn(batch, model, loss, config, processes, number)
+        optimizer.step()
+        return time.perf_counter() - started
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--losses", nargs="*", default=["multi_similarity", "proxy_anchor"])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = {}
+    for name in options.losses:
+        arms = {method: arm(name, method) for method in ("plain", "idml")}
+        seconds: dict[str, list[float]] = {method: [] for method in arms}
+        for number in range(options.steps + 1):
+            for method, step in arms.items():
+                taken = step(number)
+                if number:  # the first of each warms up
+                    seconds[method].append(taken)
+        ratios = [b / a for a, b in zip(seconds["plain"], seconds["idml"], strict=True)]
+        figures[name] = {
+            "plain, ms an image": 1000 * statistics.median(seconds["plain"]) / (2 * HALF),
+            "idml, ms an image": 1000 * statistics.median(seconds["idml"]) / (2 * HALF),
+            "idml / plain": statistics.median(ratios),
+        }
+    if options.json:
+        print(json.dumps(figures))
+        return
+    for name, row in figures.items():
+        print(f"{name:18}" + "   ".join(f"{key} {value:.3f}" for key, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()
