@@ -5,12 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from idml.data.ambiguity import centre_crop
 from idml.data.glyphs import load_glyphs
 from idml.data.pixels import load_pixels
-from idml.evaluation.uncertainty import auroc
+from idml.evaluation.ambiguous import tells_ambiguous
 from idml.files import write_whole
 from idml.model import load_model
 from idml.training.config import TrainConfig
@@ -57,19 +54,9 @@ def demo(out: Path, *, report: Callable[[dict[str, Any]], None], note: Callable[
 def _uncertainty(run: Path) -> dict[str, float]:
     """Whether ‖u‖ is larger for mixed images, and for images with an identical twin in another class."""
     model = load_model(run)
-    test = load_glyphs().test
-    assert test.ambiguous is not None
-    pixels = load_pixels(test, round(model.trunk.image_size * 256 / 224))
-    levels, mixed = [], []
-    for numbers in torch.arange(len(test)).split(512):
-        images = centre_crop(pixels.batch(numbers), model.trunk.image_size) / 255
-        levels.append(model.embed(images).level)
-        partner = torch.roll(torch.arange(len(images)), len(images) // 2)
-        different = test.labels[numbers] != test.labels[numbers][partner]
-        mixed.append(model.embed(((images + images[partner]) / 2)[different]).level)
-    clean, both = torch.cat(levels), torch.cat(mixed)
-    is_mixed = torch.arange(len(clean) + len(both)) >= len(clean)
+    pixels = load_pixels(load_glyphs().test, round(model.trunk.image_size * 256 / 224))
+    told = tells_ambiguous(model, pixels)
     return {
-        "mixed images above clean ones": auroc(torch.cat([clean, both]), is_mixed),
-        "images with a twin above the rest": auroc(clean, test.ambiguous),
+        "mixed images above clean ones": told["auroc_mixed"],
+        "images with a twin above the rest": told["auroc_twins"],
     }

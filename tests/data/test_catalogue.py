@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from idml.data import catalogue, layouts
 from idml.data.catalogue import load_dataset
+from idml.data.sources import ArraySource, Dataset, ImageSet
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -144,6 +147,29 @@ def test_unreadable_files_are_one_line(tmp_path, monkeypatch):
     write(tmp_path, "x/1.png", "y/1.png")
     monkeypatch.setattr(layouts.os, "scandir", forbidden)
     refused(f"folder:{tmp_path}", f"cannot read '{tmp_path}", "Permission denied")
+
+
+def test_all_glyphs_train_and_test(monkeypatch):
+    noise = np.random.default_rng(0).integers(0, 256, (6, 4, 4), dtype=np.uint8)
+    halves = [
+        ImageSet(
+            name,
+            [ArraySource(f"{name}{i}", noise[i]) for i in range(3)],
+            torch.tensor([0, 1, 1]),
+            (f"{name}a", f"{name}b"),
+            torch.tensor([True, False, False]),
+        )
+        for name in ("train", "test")
+    ]
+    module = ModuleType("idml.data.glyphs")
+    module.load_glyphs = lambda: Dataset("glyphs", *halves, notes=("a note",))
+    monkeypatch.setitem(sys.modules, "idml.data.glyphs", module)
+    both = load_dataset("glyphs", split="all")
+    assert both.train is both.test
+    assert both.train.labels.tolist() == [0, 1, 1, 2, 3, 3]
+    assert both.train.classes == ("traina", "trainb", "testa", "testb")
+    assert both.train.ambiguous.tolist() == [True, False, False] * 2
+    assert both.notes == ("a note",)
 
 
 def test_glyphs_are_handed_on(monkeypatch):

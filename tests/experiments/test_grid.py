@@ -7,8 +7,9 @@ import scipy.stats
 import torch
 
 from idml.cli import main
+from idml.evaluation.ambiguous import auroc_above
 from idml.experiments import first
-from idml.experiments.grid import Cell, auroc_above, interval, run_cells
+from idml.experiments.grid import Cell, interval, run_cells
 
 SMALL = {
     "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8, "epochs": 1, "batch_size": 8,

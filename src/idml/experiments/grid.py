@@ -9,13 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
-from idml.data.views import MIXED
-from idml.evaluation.uncertainty import auroc
-from idml.features import CLEAN, embed_view
+from idml.evaluation.ambiguous import tells_ambiguous
 from idml.files import write_whole
 from idml.model import load_model
 from idml.training.config import TrainConfig, from_dict
@@ -71,29 +67,17 @@ def _read(path: Path, cell: Cell) -> dict[str, Any]:
 
 
 def what_u_tells(config: TrainConfig, run: Path) -> dict[str, Any]:
-    """Whether ‖u‖ is larger for mixed test images, and for images with a twin in another class; its level and weight.
-
-    AUROC 0.5 is chance.
-    """
+    """Whether ‖u‖ of the test images tells the ambiguous ones, and its level, spread and weight at the end."""
     model = load_model(run)
     test = load_dataset(config.data, split=config.split).test
     pixels = load_pixels(test, round(model.trunk.image_size * 256 / 224))
-    clean, mixed = (embed_view(model, pixels, v, keep=config.freeze_trunk).level for v in (CLEAN, MIXED))
-    told: dict[str, Any] = {"auroc_mixed": auroc_above(mixed, clean)}
-    if test.ambiguous is not None:
-        told["auroc_twins"] = auroc(clean, test.ambiguous[pixels.usable])
+    told: dict[str, Any] = dict(tells_ambiguous(model, pixels, keep=config.freeze_trunk))
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     last = [row for row in rows if "loss" in row][-20:]
     for key in ("level_clean", "level_mixed", "level_spread", "weight"):
         if key in last[0]:
             told[key] = sum(row[key] for row in last) / len(last)
     return told
-
-
-def auroc_above(high: torch.Tensor, low: torch.Tensor) -> float:
-    """P(a value of ``high`` > a value of ``low``), ties counted half."""
-    both = torch.cat([high, low])
-    return auroc(both, torch.arange(len(both)) < len(high))
 
 
 def interval(values: list[float]) -> tuple[float, float]:
