@@ -40,7 +40,23 @@ def main(arguments: list[str] | None = None) -> int:
     reproducing.add_argument("--out", metavar="DIR", default="results", help="where to put it (default results)")
     reproducing.add_argument("--dry-run", action="store_true", help="only say what would be done")
 
-    for command in (training, showing, reproducing):
+    evaluating = commands.add_parser(
+        "evaluate", help="measure a run", description="Retrieval, clustering and uncertainty on the test classes."
+    )
+    evaluating.set_defaults(run=_evaluate)
+    evaluating.add_argument("of", metavar="RUN", help="a run directory")
+    evaluating.add_argument("--data", metavar="SPEC", required=True, help="data set, as in idml train")
+    evaluating.add_argument(
+        "--metric", metavar="WORD", default="euclidean", help="euclidean (default) or introspective"
+    )
+    evaluating.add_argument(
+        "--split", metavar="SPLIT", default="official", help="which classes test (default official)"
+    )
+    evaluating.add_argument("--ensemble", metavar="RUN", nargs="+", default=[], help="further runs that vote with this")
+    evaluating.add_argument("--graded", action="store_true", help="three strengths of every degradation, not only one")
+    evaluating.add_argument("--out", metavar="DIR", help="where report.html goes (default RUN/evaluation)")
+
+    for command in (training, showing, reproducing, evaluating):
         command.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     options = parser.parse_args(arguments)
     try:
@@ -100,6 +116,31 @@ def _reproduce(options: argparse.Namespace) -> int:
             note=display.note,
         )
     print(json.dumps(results) if options.json else results["table"])
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from idml.evaluation.whole import evaluate_run
+    from idml.training.display import Display
+
+    with Display() as display:
+        display.progress.update(display.task, description="evaluating")
+        result = evaluate_run(
+            options.of,
+            options.data,
+            metric=options.metric,
+            split=options.split,
+            ensemble=options.ensemble,
+            graded=options.graded,
+            out=options.out,
+            progress=display.report,
+            note=display.note,
+        )
+    names = [name for name in ("recall@1", "r_precision", "map@r", "nmi") if result[name] is not None]
+    _print_figures({result["data"]: {name: result[name] for name in names}}, result, options.json)
+    if not options.json:
+        print("\n".join(["scores of uncertainty, by R-AUROC (0.5 is chance):", *result["verdict"]]))
+    print(f"the report is {result['report']}", file=sys.stderr)
     return 0
 
 

@@ -9,10 +9,10 @@ from idml.data.glyphs import load_glyphs
 from idml.data.pixels import load_pixels
 from idml.evaluation.ambiguous import tells_ambiguous
 from idml.files import write_whole
+from idml.html import page, table
 from idml.model import load_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train
-from idml.training.report import page, table
 
 SETTINGS: dict[str, Any] = {
     "data": "glyphs", "loss": "multi_similarity", "trunk": "conv4", "pretrained": False, "image_size": 28,

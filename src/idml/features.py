@@ -26,7 +26,7 @@ def view_features(
     usable, size, device = pixels.usable, model.trunk.image_size, model.semantic.weight.device
 
     def fill(array: NDArray[np.float32]) -> None:
-        for part in torch.arange(len(usable)).split(128):
+        for part in torch.arange(len(usable)).split(64):
             array[part.numpy()] = features_of(model, view.images(pixels, usable[part], size).to(device))
             progress(int(part[-1]) + 1, len(usable))
 

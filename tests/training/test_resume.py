@@ -11,6 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from idml.training.checkpoint import lock_run
+from idml.training.config import TrainConfig
+from idml.training.loop import Interrupted, train
 
 KILLS = int(os.environ.get("IDML_KILLS", "2"))  # more in `make faults`
 
@@ -98,6 +100,24 @@ def test_killed_inside_a_checkpoint_write(options, tmp_path):
         assert dead.returncode == -signal.SIGKILL
     subprocess.run(command(options, torn, "--resume"), env=env, capture_output=True, check=True)
     assert final(torn) == final(whole)
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_sigterm_at_any_step_loses_no_validation(options, tmp_path, at):
+    """Also at the last step of an epoch (the third), whose validation then still has to come."""
+    options = {**options, "epochs": 3}
+    train(TrainConfig(out=str(tmp_path / "whole"), **options))
+
+    def stop(row):
+        if row.get("step") == at and "loss" in row:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(TrainConfig(out=str(tmp_path / "torn"), **options), report=stop)
+    train(TrainConfig(out=str(tmp_path / "torn"), **options), resume=True)
+    assert final(tmp_path / "torn") == final(tmp_path / "whole")
+    logs = [(tmp_path / run / "log.jsonl").read_text().count("held_out_map@r") for run in ("whole", "torn")]
+    assert logs == [3, 3]
 
 
 def test_a_forked_child_does_not_hold_the_run(tmp_path):

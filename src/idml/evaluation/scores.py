@@ -7,7 +7,7 @@ From the query alone, before any search (`QUERY_ONLY`):
     semantic_norm    1/‖s‖, s before it is normalised           `inverse_norm`: short vectors count as uncertain
     feature_norm     1/‖f‖, f the trunk's pooled features
     random_norm      1/‖Rf‖, R a random matrix: what a head has that learned nothing
-    predicted_error  `ErrorPredictor`: a small network trained to foresee wrong answers
+    predicted_error  `predictor.ErrorPredictor`: a small network trained to foresee wrong answers
 
 From the labelled gallery (`GALLERY_AWARE`), with neighbours 1 … k at distances d₁ ≤ … ≤ d_k, and d_other the distance
 of the nearest image that is not of the first neighbour's class, wherever it comes in the list:
@@ -20,10 +20,10 @@ of the nearest image that is not of the first neighbour's class, wherever it com
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from idml.embeddings import Embeddings, full_precision, require_finite
 from idml.evaluation.neighbours import Names, Neighbours, Points, Search, numbered
@@ -35,7 +35,6 @@ GALLERY_AWARE = ("nearest_distance", "kth_distance", "margin", "ratio", "entropy
 
 _LISTED = 1 << 20  # neighbours looked at together
 _BLOCK = 4096  # rows measured together
-_HIDDEN, _EPOCHS, _BATCH, _RATE = 64, 20, 256, 1e-3  # of the error predictor
 
 
 def sigma(embeddings: Embeddings) -> Tensor:
@@ -56,7 +55,7 @@ def inverse_norm(x: Tensor) -> Tensor:
     >>> inverse_norm(torch.tensor([[3.0, 4.0], [0.0, 0.5]]))
     tensor([0.2000, 2.0000])
     """
-    x = _rows(x)
+    x = feature_rows(x)
     length: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
     return length.clamp_min(1e-12).reciprocal().to(x.dtype)
 
@@ -67,62 +66,9 @@ def random_norm(features: Tensor, *, dimensions: int = 512, seed: int = 0) -> Te
     >>> random_norm(torch.eye(3), dimensions=1000).round(decimals=1)
     tensor([1., 1., 1.])
     """
-    x = _rows(features)
+    x = feature_rows(features)
     noise = torch.randn(x.shape[1], dimensions, generator=torch.Generator().manual_seed(seed))
     return inverse_norm(x @ (noise / math.sqrt(dimensions)).to(x))
-
-
-class ErrorPredictor:
-    """logit P(first neighbour is wrong) = W₂·relu(W₁·f̂ + b₁) + b₂, f̂ the features standardised over the fit.
-
-    What labelled data give without an uncertainty embedding: fit it by cross-entropy on some classes, ask about others.
-    Half of f̂ and of the hidden layer drop out in training; without this it learns a few thousand images by heart.
-
-    >>> features = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
-    >>> predictor = ErrorPredictor(seed=0).fit(features, features[:, 0] > 1)
-    >>> bool(predictor.scores(torch.tensor([[2.0, 0, 0, 0]])) > predictor.scores(torch.zeros(1, 4)))
-    True
-    """
-
-    def __init__(self, *, seed: int = 0) -> None:
-        self.seed, self.network = seed, nn.Sequential()  # empty until fit
-
-    @torch.enable_grad()
-    def fit(self, features: Tensor, wrong: Tensor) -> Self:
-        """Learn from features [n, width] and a bool mask [n]: the leave-one-out nearest neighbour is wrong."""
-        x = _rows(features).detach().float()
-        if wrong.dtype != torch.bool or wrong.shape != x.shape[:1]:
-            raise ValueError(f"wrong must be a bool mask [{len(x)}], got {wrong.dtype} {list(wrong.shape)}")
-        if bool(wrong.all()) or not bool(wrong.any()):
-            raise ValueError("an error predictor needs both right and wrong answers to learn from")
-        self.mean, self.deviation = x.mean(dim=0), x.std(dim=0, correction=0)
-        self.deviation[self.deviation <= 1e-6 * self.mean.abs()] = 1.0  # a constant feature says nothing
-        x, target = (x - self.mean) / self.deviation, wrong.to(x)
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            torch.manual_seed(self.seed)
-            layers = (nn.Dropout(), nn.Linear(x.shape[1], _HIDDEN), nn.ReLU(), nn.Dropout(), nn.Linear(_HIDDEN, 1))
-            self.network = nn.Sequential(*layers).to(x.device)
-            optimizer = torch.optim.AdamW(self.network.parameters(), lr=_RATE)
-            for _ in range(_EPOCHS):
-                for rows in torch.randperm(len(x)).split(_BATCH):
-                    logits = self.network(x[rows]).squeeze(1)
-                    loss = nn.functional.binary_cross_entropy_with_logits(logits, target[rows])
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-        self.network.eval()
-        return self
-
-    @torch.no_grad()
-    def scores(self, features: Tensor) -> Tensor:
-        """The logit for each row [n]."""
-        if len(self.network) == 0:
-            raise ValueError("fit the error predictor before asking it for scores")
-        x = _rows(features).float()
-        if x.shape[1] != len(self.mean):
-            raise ValueError(f"the error predictor was fit on {len(self.mean)} features, got {x.shape[1]}")
-        out: Tensor = self.network((x - self.mean) / self.deviation).squeeze(1)
-        return out
 
 
 class NeighbourScores(NamedTuple):
@@ -131,6 +77,7 @@ class NeighbourScores(NamedTuple):
     scores: dict[str, Tensor]
     correct: Tensor  # the first neighbour has the query's class
     singleton: Tensor  # the gallery holds no other image of the query's class: no answer could be right
+    indices: Tensor  # the k neighbours [n, k], as `idml.evaluation.neighbours.Neighbours` has them
 
 
 def neighbour_scores(
@@ -176,7 +123,7 @@ def neighbour_scores(
         "entropy": _entropy(near, seen).to(first.dtype),
         "disagreement": ((near != near[:, :1]) & seen).sum(dim=1).to(first.dtype) / total,
     }
-    return NeighbourScores(scores, near[:, 0] == own, _relevant(search, own, theirs) == 0)
+    return NeighbourScores(scores, near[:, 0] == own, _relevant(search, own, theirs) == 0, found.indices)
 
 
 def ensemble_disagreement(
@@ -205,8 +152,16 @@ def ensemble_disagreement(
         if len(codes) != search.gallery:
             raise ValueError(f"{len(codes)} labels for {search.gallery} images searched")
         answers.append(codes.to(search.first.device)[_seen(search, 1).indices[:, 0]])
-    votes = torch.stack(answers)
-    return (votes != votes.mode(dim=0).values).sum(dim=0) / len(members)
+    return vote_disagreement(torch.stack(answers))
+
+
+def vote_disagreement(votes: Tensor) -> Tensor:
+    """1 − largest share of models that give one answer [n], from the answers as numbers [models, n].
+
+    >>> vote_disagreement(torch.tensor([[0, 1, 2], [0, 1, 1], [0, 2, 0]]))
+    tensor([0.0000, 0.3333, 0.6667])
+    """
+    return (votes != votes.mode(dim=0).values).sum(dim=0) / len(votes)
 
 
 def _seen(search: Search, k: int) -> Neighbours:
@@ -260,7 +215,8 @@ def _diameter(search: Search) -> float:
     return sum(longest) / scale
 
 
-def _rows(x: Tensor) -> Tensor:
+def feature_rows(x: Tensor) -> Tensor:
+    """Features as floats [n, width] of full precision, or a line on what is wrong with them."""
     if x.ndim != 2 or not x.is_floating_point() or x.shape[1] == 0:
         raise ValueError(f"features must be floats [images, dimensions], got {x.dtype} {list(x.shape)}")
     require_finite("feature", x)

@@ -164,13 +164,15 @@ def train(
                 if log is not None:
                     log.write(row)
                 report({**row, "steps": step + (epochs - epoch) * steps})
-                if processes.any(asked_to_stop()):
-                    checkpoint()
-                    raise Interrupted(f"stopped after step {now + 1}; go on with --resume")
-                if (now + 1) % config.checkpoint_every == 0 and skipped + len(rows) < steps:
+                if skipped + len(rows) == steps:  # the checkpoint of an epoch comes after its validation
+                    break
+                stopping = processes.any(asked_to_stop())
+                if stopping or (now + 1) % config.checkpoint_every == 0:
                     with naming(now, numbers):
                         require_finite(model, loss)
                     checkpoint()
+                if stopping:
+                    raise Interrupted(f"stopped after step {now + 1}; go on with --resume")
             step += steps
 
             # once an epoch: held-out classes, the best model, a checkpoint
@@ -189,6 +191,8 @@ def train(
                     log.write(figures)
                     report(figures)
             checkpoint()
+            if processes.any(asked_to_stop()) and epoch < epochs - 1:
+                raise Interrupted(f"stopped after step {step}; go on with --resume")
         if not processes.first:
             return {}
 

@@ -1,51 +1,18 @@
 """report.html of a run: loss, uncertainty of clean against mixed images, held-out recall, images ranked by ‖u‖."""
 
-import base64
 import html
 import io
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from idml.data.pixels import Pixels
 from idml.files import write_whole
+from idml.html import page, strip, table
 from idml.training.config import TrainConfig
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child { text-align: left } img, svg { max-width: 100%; height: auto }
-"""
-
-
-def page(title: str, *parts: str) -> bytes:
-    """A whole HTML page of its own, without anything from elsewhere."""
-    text = "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-    return f"{text}<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>".encode(
-        errors="backslashreplace"
-    )
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Rows of text as an HTML table."""
-    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in header)]
-    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
-
-
-def strip(pixels: Pixels, numbers: Tensor, text: str) -> str:
-    """Some images side by side, with a text for those who cannot see them."""
-    images = pixels.batch(numbers).permute(0, 2, 3, 1).numpy()
-    row = np.concatenate(list(np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=128)), axis=1)
-    file = io.BytesIO()
-    Image.fromarray(row).save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    return f"<p><img alt='{html.escape(text)}' src='data:image/png;base64,{data}'></p>"
 
 
 def write_report(run: Path, config: TrainConfig, metrics: dict[str, Any], pixels: Pixels, level: Tensor) -> None:

@@ -1,0 +1,72 @@
+"""The parts of a report page: HTML of its own, with nothing from elsewhere."""
+
+import base64
+import html
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from idml.data.pixels import Pixels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LARGEST = 130  # pixels, the frame included
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
+td:first-child, th:first-child { text-align: left } img, svg { max-width: 100%; height: auto }
+"""
+
+
+def page(title: str, *parts: str) -> bytes:
+    """A whole HTML page of its own, without anything from elsewhere."""
+    text = "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+    return f"{text}<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>".encode(
+        errors="backslashreplace"
+    )
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Rows of text as an HTML table."""
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in header)]
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def strip(pixels: Pixels, numbers: Tensor, text: str) -> str:
+    """Some images side by side, with a text for those who cannot see them."""
+    return picture(pixels.array[numbers.numpy()], text)
+
+
+def picture(images: NDArray[np.uint8], text: str) -> str:
+    """Images [n, side, side, 3] side by side, none shown larger than 128 pixels."""
+    row = np.concatenate(list(np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=128)), axis=1)
+    shown = Image.fromarray(row)
+    if len(row) > _LARGEST:
+        shown = shown.resize((round(shown.width * _LARGEST / len(row)), _LARGEST), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    shown.save(file, "PNG")
+    return f"<p>{_embedded(file, text)}</p>"
+
+
+def drawing(figure: "Figure", text: str, *, pixels: bool = False) -> str:
+    """A matplotlib figure, as lines (SVG) or, where it has thousands of points, as ``pixels``."""
+    if pixels:
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=100)
+        return f"<p>{_embedded(data, text)}</p>"
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = file.getvalue()
+    start = f"<svg role='img' aria-label='{html.escape(text)}'"
+    return f"<p>{svg[svg.index('<svg') :].replace('<svg', start, 1)}</p>"
+
+
+def _embedded(png: io.BytesIO, text: str) -> str:
+    return f"<img alt='{html.escape(text)}' src='data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}'>"
