@@ -30,6 +30,7 @@ bench: setup
 	$(BIN)/python benchmarks/loss_step.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/allocator.py
 	$(BIN)/python benchmarks/made_data.py
 
 clean:

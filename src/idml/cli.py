@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from idml.memory import keep_memory
 from idml.training.options import add_options, chosen_options
 
 
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     for command in (training, showing, reproducing, evaluating):
         command.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     options = parser.parse_args(arguments)
+    keep_memory()
     try:
         status: int = options.run(options)
     except (ValueError, OSError) as error:
