@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         "reproduce", help="a table of results", description="Make a table, cell by cell; a stopped one goes on."
     )
     reproducing.set_defaults(run=_reproduce)
-    reproducing.add_argument("what", metavar="WHAT", help="first: three losses with and without the metric and Mixup")
+    reproducing.add_argument("what", metavar="WHAT", help="first (losses and methods) or uncertainty (scores)")
     reproducing.add_argument("--data", metavar="SPEC", default="glyphs", help="data set (default glyphs)")
     reproducing.add_argument("--seeds", type=int, metavar="N", default=3, help="runs of each cell (default 3)")
     reproducing.add_argument("--out", metavar="DIR", default="results", help="where to put it (default results)")
@@ -104,12 +104,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _reproduce(options: argparse.Namespace) -> int:
     from idml.experiments.first import reproduce_first
+    from idml.experiments.uncertainty import reproduce_uncertainty
     from idml.training.display import Display
 
-    if options.what != "first":
-        raise ValueError(f"there is no table {options.what!r}; known is first")
+    tables = {"first": reproduce_first, "uncertainty": reproduce_uncertainty}
+    if options.what not in tables:
+        raise ValueError(f"there is no table {options.what!r}; known are {' and '.join(tables)}")
+    if options.seeds < 1:
+        raise ValueError(f"a table needs at least one seed, got {options.seeds}")
     with Display() as display:
-        results = reproduce_first(
+        results = tables[options.what](
             options.data,
             options.seeds,
             Path(options.out),

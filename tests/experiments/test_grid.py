@@ -8,8 +8,8 @@ import torch
 
 from idml.cli import main
 from idml.evaluation.ambiguous import auroc_above
-from idml.experiments import first
-from idml.experiments.grid import Cell, interval, run_cells
+from idml.experiments import first, uncertainty
+from idml.experiments.grid import Cell, interval, run_cells, what_u_tells
 
 SMALL = {
     "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8, "epochs": 1, "batch_size": 8,
@@ -29,8 +29,9 @@ def pictures(tmp_path, monkeypatch):
     noise = np.random.default_rng(0)
     for c in "abcdefgh":
         (tmp_path / "data" / c).mkdir(parents=True)
+        pattern = noise.integers(60, 196, (20, 20, 3))
         for i in range(4):
-            image = Image.fromarray(noise.integers(0, 256, (20, 20, 3), dtype=np.uint8))
+            image = Image.fromarray((pattern + noise.integers(-60, 60, (20, 20, 3))).astype(np.uint8))
             image.save(tmp_path / "data" / c / f"{i}.png")
     return f"folder:{tmp_path / 'data'}"
 
@@ -46,10 +47,10 @@ def test_a_finished_cell_is_not_made_again_and_a_stopped_one_goes_on(pictures, t
             raise Stopped
 
     with pytest.raises(Stopped):
-        run_cells(cells, pictures, tmp_path / "out", report=stop, note=quiet)
+        run_cells(cells, pictures, tmp_path / "out", judge=what_u_tells, report=stop, note=quiet)
     kept = (tmp_path / "out" / "cell-0.json").read_bytes()
     assert (tmp_path / "out" / "cell-1.run").is_dir()
-    results = run_cells(cells, pictures, tmp_path / "out", report=quiet, note=quiet)
+    results = run_cells(cells, pictures, tmp_path / "out", judge=what_u_tells, report=quiet, note=quiet)
     assert (tmp_path / "out" / "cell-0.json").read_bytes() == kept
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cell-0.json", "cell-1.json"]
     assert 0 <= results["cell-1"]["auroc_mixed"] <= 1
@@ -60,10 +61,10 @@ def test_a_finished_cell_is_not_made_again_and_a_stopped_one_goes_on(pictures, t
 def test_results_of_other_options_and_damaged_ones_are_refused(pictures, tmp_path):
     (tmp_path / "cell.json").write_text(json.dumps({"options": {**SMALL, "lr": 9.0}}))
     with pytest.raises(ValueError, match=r"cell\.json was made with other options; delete it"):
-        run_cells([Cell("cell", SMALL)], pictures, tmp_path, report=quiet, note=quiet)
+        run_cells([Cell("cell", SMALL)], pictures, tmp_path, judge=what_u_tells, report=quiet, note=quiet)
     (tmp_path / "cell.json").write_text("{")
     with pytest.raises(ValueError, match=r"cell\.json is not a result"):
-        run_cells([Cell("cell", SMALL)], pictures, tmp_path, report=quiet, note=quiet)
+        run_cells([Cell("cell", SMALL)], pictures, tmp_path, judge=what_u_tells, report=quiet, note=quiet)
 
 
 def test_interval_is_students():
@@ -101,3 +102,25 @@ def test_the_first_table_by_command(pictures, tmp_path, monkeypatch, capsys):
     assert main(["reproduce", "nothing"]) == 2
     assert "there is no table 'nothing'" in capsys.readouterr().err
     assert main([*arguments[:4], "--seeds", "0"]) == 2
+
+
+def test_the_uncertainty_table_by_command(pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(uncertainty, "FROZEN", SMALL)
+    monkeypatch.setattr(uncertainty, "LOSSES", ("proxy_anchor",))
+    monkeypatch.setattr(uncertainty, "METHODS", ("idml", "pel"))
+    arguments = ["reproduce", "uncertainty", "--data", pictures, "--seeds", "2", "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(found["results"]) == 4
+    views = found["results"]["proxy_anchor-pel-0"]["views"]
+    assert "sigma" in views["clean"]
+    assert "level" in found["results"]["proxy_anchor-idml-0"]["views"]["clean"]
+    assert 0 <= views["mixed"]["margin"]["detects"] <= 1
+    lines = (tmp_path / "out" / "uncertainty-folder" / "r_auroc.md").read_text().splitlines()
+    assert lines[0].startswith("| loss | method | sees | score | clean | mixed |")
+    stars = [line for line in lines if "proxy_anchor | idml | query" in line and line.split("|")[5].endswith("* ")]
+    assert len(stars) == 1
+    value = found["results"]["proxy_anchor-idml-0"]["views"]["clean"]["margin"]["r_auroc"]
+    other = found["results"]["proxy_anchor-idml-1"]["views"]["clean"]["margin"]["r_auroc"]
+    margin = next(line for line in lines if "idml | gallery | margin" in line)
+    assert f"{(value + other) / 2:.2f} ± " in margin.split("|")[5]

@@ -5,8 +5,6 @@ Expected cost on two cores: glyphs about a minute a run; CUB at 112 px about 3 m
 some 15 seconds a run.
 """
 
-import csv
-import io
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +14,8 @@ from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
-from idml.experiments.grid import Cell, interval, run_cells
+from idml.experiments.grid import Cell, interval_text, run_cells, what_u_tells, write_table
 from idml.features import view_features
-from idml.files import write_whole
-from idml.html import page, table
 from idml.model import build_model
 
 LOSSES = ("contrastive", "multi_similarity", "proxy_anchor")
@@ -64,22 +60,15 @@ def reproduce_first(
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Run what is missing and write table.md, table.csv and table.html beside the results."""
-    if seeds < 1:
-        raise ValueError(f"a table needs at least one seed, got {seeds}")
     folder = out / f"first-{data.partition(':')[0]}"
     planned = cells(data, seeds)
     if dry_run:
         missing = [cell.name for cell in planned if not (folder / f"{cell.name}.json").exists()]
         return {"missing": missing, "table": "\n".join([f"{len(missing)} of {len(planned)} runs to do", *missing])}
-    results = run_cells(planned, data, folder, report=report, note=note)
+    results = run_cells(planned, data, folder, judge=what_u_tells, report=report, note=note)
     raw = None if data == "glyphs" else raw_features(data, FROZEN["image_size"])
     header, rows = summary(results, raw)
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([header, *rows])
-    write_whole(folder / "table.csv", file.getvalue().encode())
-    markdown = "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
-    write_whole(folder / "table.md", f"{markdown}\n".encode())
-    write_whole(folder / "table.html", page(f"first table, {data}", f"<h1>{folder.name}</h1>", table(header, rows)))
+    markdown = write_table(folder, "table", header, rows)
     return {"results": results, "raw": raw, "table": markdown}
 
 
@@ -107,7 +96,7 @@ def summary(results: dict[str, dict[str, Any]], raw: dict[str, Any] | None) -> t
                 values = [value(r) for r in runs]
                 row.append(_cell(name, values))
             gains = [COLUMNS["R@1"](a) - COLUMNS["R@1"](b) for a, b in zip(runs, plain, strict=True)]
-            row.append("" if method == "plain" else _spread(gains, 1, sign=True))
+            row.append("" if method == "plain" else interval_text(gains, 1, sign=True))
             rows.append(row)
     return header, rows
 
@@ -123,9 +112,4 @@ def _cell(name: str, values: list[float | None]) -> str:
         return ""
     if name in ("s", "‖u‖", "spread", "weight"):
         return f"{statistics.mean(known):.{0 if name == 's' else 2}f}"
-    return _spread(known, 2 if name.startswith("AUROC") else 1)
-
-
-def _spread(values: list[float], digits: int, *, sign: bool = False) -> str:
-    mean, half = interval(values)
-    return f"{mean:{'+' if sign else ''}.{digits}f}" + (f" ± {half:.{digits}f}" if half == half else "")
+    return interval_text(known, 2 if name.startswith("AUROC") else 1)

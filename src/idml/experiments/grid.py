@@ -1,5 +1,7 @@
 """A table as a grid of training runs: each finished cell is a small JSON file, written at once and never made again."""
 
+import csv
+import io
 import json
 import math
 import shutil
@@ -13,6 +15,7 @@ from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
 from idml.evaluation.ambiguous import tells_ambiguous
 from idml.files import write_whole
+from idml.html import page, table
 from idml.model import load_model
 from idml.training.config import TrainConfig, from_dict
 from idml.training.loop import train
@@ -29,9 +32,15 @@ class Cell:
 
 
 def run_cells(
-    cells: Iterable[Cell], data: str, folder: Path, *, report: Report, note: Callable[[str], None]
+    cells: Iterable[Cell],
+    data: str,
+    folder: Path,
+    *,
+    judge: Callable[[TrainConfig, Path], dict[str, Any]],
+    report: Report,
+    note: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """The results of the cells; those that ``folder`` already holds are read.
+    """The results of the cells: the run's own metrics and what ``judge`` finds. Those ``folder`` holds are read.
 
     A cell is trained in ``folder``/name.run, which a stop leaves to be resumed and which goes when the result is there.
     A result made with other options is refused.
@@ -46,7 +55,7 @@ def run_cells(
         started = time.perf_counter()
         config = from_dict({**cell.options, "data": data, "out": str(run)})
         metrics = train(config, resume=True, report=report)
-        result = {"options": cell.options, "data": data.partition(":")[0], **metrics, **what_u_tells(config, run)}
+        result = {"options": cell.options, "data": data.partition(":")[0], **metrics, **judge(config, run)}
         result["seconds"] = round(time.perf_counter() - started, 1)
         write_whole(path, (json.dumps(result, indent=1) + "\n").encode())
         shutil.rmtree(run)
@@ -78,6 +87,24 @@ def what_u_tells(config: TrainConfig, run: Path) -> dict[str, Any]:
         if key in last[0]:
             told[key] = sum(row[key] for row in last) / len(last)
     return told
+
+
+def write_table(folder: Path, name: str, header: list[str], rows: list[list[str]]) -> str:
+    """Write a table as Markdown, CSV and HTML into ``folder``; returns the Markdown."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([header, *rows])
+    write_whole(folder / f"{name}.csv", file.getvalue().encode())
+    markdown = "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+    write_whole(folder / f"{name}.md", f"{markdown}\n".encode())
+    title = f"{folder.name}, {name}"
+    write_whole(folder / f"{name}.html", page(title, f"<h1>{title}</h1>", table(header, rows)))
+    return markdown
+
+
+def interval_text(values: list[float], digits: int, *, sign: bool = False) -> str:
+    """Mean ± half the 95 % interval."""
+    mean, half = interval(values)
+    return f"{mean:{'+' if sign else ''}.{digits}f}" + (f" ± {half:.{digits}f}" if half == half else "")
 
 
 def interval(values: list[float]) -> tuple[float, float]:
