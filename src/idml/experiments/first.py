@@ -24,7 +24,7 @@ SCRATCH: dict[str, Any] = {
     "trunk": "conv4", "pretrained": False, "image_size": 28, "embedding_dim": 64, "epochs": 2, "lr": 1e-3,
 }  # fmt: skip
 FROZEN: dict[str, Any] = {
-    "freeze_trunk": True, "crops": 2, "image_size": 112, "embedding_dim": 512, "epochs": 12, "lr": 1e-4,
+    "freeze_trunk": True, "crops": 2, "image_size": 112, "embedding_dim": 512, "epochs": 12, "lr": 3e-4,
 }  # fmt: skip
 COLUMNS = {
     "R@1": lambda r: 100 * r["selected"]["recall@1"],
