@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from idml import Embeddings, IntrospectiveMetric
-from idml.evaluation import neighbours, retrieval
+from idml.evaluation import neighbours, pairs, retrieval
 from idml.evaluation.neighbours import Search, nearest
 
 
@@ -105,7 +105,9 @@ def test_a_duplicate_is_found_and_the_query_is_not():
     assert found.indices[3].item() == 17
     assert found.indices[17].item() == 3
     assert found.distances[3].item() == 0.0
-    assert not (nearest(x, 19).indices == torch.arange(20).unsqueeze(1)).any()
+    every = nearest(x, 19)
+    assert every.distances[3, 0].item() == 0.0
+    assert not (every.indices == torch.arange(20).unsqueeze(1)).any()
 
 
 def test_images_sharing_an_id_do_not_find_each_other():
@@ -131,7 +133,7 @@ def test_chunk_sizes_change_nothing(monkeypatch, sizes, metric):
     e = Embeddings(clustered(90, 33)[rows], 0.3 * torch.randn(90, 33)[rows])
     whole = nearest(e, 7, metric=metric)
     for name, size in zip(("_CHUNK", "_LIST", "_EXACT"), sizes, strict=True):
-        monkeypatch.setattr(neighbours, name, size)
+        monkeypatch.setattr(pairs if name == "_EXACT" else neighbours, name, size)
     parts = nearest(e, 7, metric=metric)
     assert torch.equal(whole.indices, parts.indices)
     assert torch.equal(whole.distances, parts.distances)
@@ -230,11 +232,43 @@ def test_bounds_are_below_the_keys(metric, shift):
     e = Embeddings(clustered(200, 96) + shift, torch.randn(200, 40))
     search = Search(e if metric else e.semantic, None, metric)
     rows = torch.arange(200)
-    bounds, constant = search._bounds(rows)
-    i, j = torch.cartesian_prod(rows, rows).unbind(1)
-    keys = search._keys(i, j).view(200, 200)
+    bounds, constant = search.pairs.bounds(rows)
+    keys = search.pairs.keys(rows, rows.expand(200, -1))
     assert (bounds.double() + constant.unsqueeze(1) < keys).sum() >= 200 * 199
     assert (bounds.double() + constant.unsqueeze(1) <= keys).all()
+
+
+@pytest.mark.parametrize("columns", [1, 300, 1000, 1007])
+@pytest.mark.parametrize("count", [1, 9, 31, 32, 200])
+def test_the_lowest_bounds_are_those_of_a_full_sort(columns, count):
+    bounds = torch.randint(-400, 400, (7, columns)).float()  # with ties
+    bounds[1] = math.inf
+    bounds[2, 5:] = math.inf
+    bounds[3] = -math.inf
+    bounds[4] = torch.arange(columns).flip(0)  # the lowest stand at the end
+    count = min(count, columns)
+    low, index = neighbours._lowest(bounds, count)
+    assert torch.equal(low.sort(dim=1).values, bounds.sort(dim=1).values[:, :count])
+    assert torch.equal(bounds.gather(1, index), low)
+    assert all(len(set(row)) == count for row in index.tolist())
+
+
+@pytest.mark.parametrize("metric", [None, IntrospectiveMetric(), IntrospectiveMetric(tau=0.5, gamma=3.0)])
+def test_a_larger_gallery_with_duplicates_equals_a_full_sort(metric):
+    rows = torch.randint(900, (1003,))
+    e = Embeddings(clustered(900, 24)[rows], 0.3 * torch.randn(900, 24)[rows]).to(torch.float64)
+    search = Search(e, None, metric)
+    keys = search.pairs.keys(torch.arange(1003), torch.arange(1003).expand(1003, -1)).fill_diagonal_(math.inf)
+    assert torch.equal(search.top(9).indices, keys.sort(dim=1, stable=True).indices[:, :9])
+
+
+def test_uncertainties_of_any_size_are_ranked():
+    s, u = clustered(40, 6).double(), torch.rand(40, 3).double()
+    for size in (1e-200, 1e-20, 1e20, 1e200):
+        found = nearest(Embeddings(s, size * u), 3, metric=IntrospectiveMetric(tau=max(1.0, size)))
+        tau = max(1.0, size) / size
+        wanted = nearest(Embeddings(s, u), 3, metric=IntrospectiveMetric(tau=tau) if tau < 1e9 else None)
+        assert torch.equal(found.indices, wanted.indices)
 
 
 class Largest(TorchDispatchMode):

@@ -13,7 +13,7 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 from sklearn.metrics import normalized_mutual_info_score
 
 from idml import Embeddings, IntrospectiveMetric
-from idml.evaluation import evaluate_retrieval, neighbours, retrieval
+from idml.evaluation import evaluate_retrieval, neighbours, pairs, retrieval
 from idml.evaluation.retrieval import clusters, normalized_mutual_information
 
 
@@ -159,7 +159,7 @@ def test_chunk_sizes_change_nothing(monkeypatch, size):
     x, labels = CASES["duplicates across classes"]
     e = Embeddings(x, 0.1 * x)
     wanted = [evaluate_retrieval(e, labels, metric=m) for m in (None, IntrospectiveMetric())]
-    for room, name in ((neighbours, "_CHUNK"), (neighbours, "_LIST"), (neighbours, "_EXACT"), (retrieval, "_HITS")):
+    for room, name in ((neighbours, "_CHUNK"), (neighbours, "_LIST"), (pairs, "_EXACT"), (retrieval, "_HITS")):
         monkeypatch.setattr(room, name, size)
     for metric, figures in zip((None, IntrospectiveMetric()), wanted, strict=True):
         assert evaluate_retrieval(e, labels, metric=metric) == pytest.approx(figures, abs=1e-12)
