@@ -34,10 +34,12 @@ class Judge:
             count = len(pixels.usable)
             raise ValueError(f"{pixels.images.name}: none of the {count} images has another image of its class to find")
 
-    def figures(self, model: Model, pixels: Pixels, gallery: Pixels | None = None) -> dict[str, float]:
-        """Recall@1, R-Precision and MAP@R, among the images themselves or in a gallery."""
+    def figures(
+        self, model: Model, pixels: Pixels, gallery: Pixels | None = None, embeddings: Embeddings | None = None
+    ) -> dict[str, float]:
+        """Recall@1, R-Precision and MAP@R, among the images themselves or in a gallery; ``embeddings`` if known."""
         figures = evaluate_retrieval(
-            self.embeddings(model, pixels),
+            self.embeddings(model, pixels) if embeddings is None else embeddings,
             pixels.images.labels[pixels.usable],
             gallery=None if gallery is None else self.embeddings(model, gallery),
             gallery_labels=None if gallery is None else gallery.images.labels[gallery.usable],

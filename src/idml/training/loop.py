@@ -200,15 +200,18 @@ def train(
         save_model(model, run / "checkpoints" / "last")
         best = load_model(run / "checkpoints" / "best").to(device)
         with naming(step - 1, stream.plan(epochs - 1)[-1]):
+            embeddings = judge.embeddings(best, test)
+            selected = judge.figures(best, test, gallery, embeddings)
+            same = progress.best_step == step
             metrics: dict[str, Any] = {
                 "steps": step,
                 "selected_step": progress.best_step,
                 "selected_score": progress.best_score,
-                "selected": judge.figures(best, test, gallery),
-                "last": judge.figures(model, test, gallery),
+                "selected": selected,
+                "last": selected if same else judge.figures(model, test, gallery),
             }
         save_model(best, run)
-        write_report(run, config, metrics, test, judge.embeddings(best, test).level)
+        write_report(run, config, metrics, test, embeddings.level)
         write_whole(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
         return metrics
 
