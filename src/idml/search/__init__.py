@@ -1,0 +1,1 @@
+"""Galleries of images, searched by their embeddings."""
