@@ -24,13 +24,16 @@ lint: setup
 	$(BIN)/mypy
 
 faults: setup
-	IDML_KILLS=12 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py
+	IDML_KILLS=12 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py \
+		tests/search/test_kills.py tests/search/test_damage.py
 
 bench: setup
 	$(BIN)/python benchmarks/loss_step.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/allocator.py
+	$(BIN)/python benchmarks/evaluate.py --size cub
+	$(BIN)/python benchmarks/gallery.py
 	$(BIN)/python benchmarks/made_data.py
 
 clean:

@@ -1,0 +1,226 @@
+"""Answers with a guarantee: what is learned from held-out queries whose right answers are known.
+
+The queries are split at random. One part fits P(right) (`idml.evaluation.probability`) and fixes the thresholds that
+may be chosen; the other, which has had no part in this, is counted at these thresholds, and the counts carry every
+promise (`idml.evaluation.guarantee`):
+
+    match       P ≥ t: at most ε of such answers are wrong, with confidence 1 − δ; an unknown answered is wrong too
+    novelty     at most a share a of the known queries (class in the gallery) gets a p-value ≤ a
+    sets        at most α of the known queries get a result set without a right image, with confidence 1 − δ
+
+They hold for queries drawn like the calibration's: the same kind of gallery and the same share of unknown ones, and
+each drawn on its own. Queries of one class hang together; for new classes the promises are estimates. "With confidence
+1 − δ" counts all calibrations, also those that end in "cannot promise": among the others the share of broken promises
+may be larger where a promise is rare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from idml.evaluation.evidence import Evidence, Profile
+from idml.evaluation.guarantee import Counts, Promise, conformal_p, set_sizes
+from idml.evaluation.probability import Figure, RightModel
+from idml.evaluation.records import read_record, write_record
+from idml.evaluation.reliability import Bin, Drift, drift, expected_calibration_error, reliability
+from idml.evaluation.uncertainty import auroc
+
+_KIND, _VERSION = "idml calibration", 1
+# Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (wished
+# errors 5, 10, 20 %, unknown 0, 25, 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more;
+# one start answered more where it was the right one, and next to nothing where it was not.
+_STEPS, _STARTS = 128, (16, 32, 64)
+_DOUBTS = (0.0, *(10 ** (-4 + i / 32) for i in range(129)))  # 10⁻⁴ … 1
+_REFERENCE = 2000  # known queries kept to compare new ones with
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Result sets of adaptive size: h_m (see `set_sizes`), and at each doubt how many held no right image."""
+
+    still_wrong: tuple[float, ...]
+    counts: Counts
+    mean_size: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `fit` learned; see the head of this file."""
+
+    model: str
+    searched: str
+    labelled: bool
+    right: RightModel
+    counts: Counts
+    bins: tuple[Bin, ...]
+    novelty_score: str
+    novelty_reference: tuple[float, ...]
+    usual: dict[str, tuple[float, ...]]
+    sets: Sets | None
+    profile: Profile | None
+
+    @classmethod
+    def fit(
+        cls,
+        evidence: Evidence,
+        correct: Tensor,
+        *,
+        labelled: bool = True,
+        seed: int = 0,
+        groups: Tensor | None = None,
+        known: Tensor | None = None,
+        places: Tensor | None = None,
+        profile: Profile | None = None,
+        model: str = "",
+        held_out: float = 0.5,
+    ) -> "Calibration":
+        """Learn from queries whose right answers are known.
+
+        Args:
+            evidence: of the queries, `gather_evidence`.
+            correct: bool [n], the first result is right; False for unknown queries.
+            labelled: False for use with galleries without labels, whose evidence lacks some scores.
+            seed: of the split and the folds.
+            groups: the queries' classes [n]; folds of the cross-validation keep them whole.
+            known: bool [n], the query's class is in the gallery; all are if not given.
+            places: `first_right` of ``evidence.indices`` [n], for result sets of adaptive size.
+            profile: of the gallery, to see later whether it has changed.
+            model: the fingerprint of the model.
+            held_out: the share of queries that are counted, not fitted.
+        """
+        n = len(evidence)
+        known = torch.ones(n, dtype=torch.bool) if known is None else known
+        for name, mask in (("correct", correct), ("known", known)):
+            if mask.shape != (n,) or mask.dtype != torch.bool:
+                raise ValueError(f"{name} must be a bool mask [{n}], got {mask.dtype} {list(mask.shape)}")
+        if labelled and not evidence.labelled:
+            raise ValueError("the evidence comes from a gallery without labels; ask for labelled=False")
+        if bool((correct & ~known).any()):
+            raise ValueError(f"{int((correct & ~known).sum())} unknown queries are marked as answered right")
+        if not 0 < held_out < 1:
+            raise ValueError(f"held_out must be between 0 and 1, got {held_out!r}")
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+        held, used = order[: int(n * held_out)].sort().values, order[int(n * held_out) :].sort().values
+        theirs = None if groups is None else groups[used]
+        right = RightModel.fit(evidence[used], correct[used], labelled=labelled, groups=theirs, seed=seed)
+        p, p_fit = right.probability(evidence[held]), right.probability(evidence[used])
+        score = _novelty_score(right, evidence[used], known[used])
+        reference = _novelty(right, score, evidence[held])[known[held]]
+        chosen = torch.randperm(len(reference), generator=torch.Generator().manual_seed(seed))[:_REFERENCE]
+        sets = None
+        if places is not None:
+            sets = _sets(evidence, p, p_fit, places, held[known[held]], used[known[used]], known[held])
+        return cls(
+            model=model,
+            searched=evidence.searched,
+            labelled=labelled,
+            right=right,
+            counts=Counts.of(p, correct[held], *_thresholds(p_fit)),
+            bins=tuple(reliability(p, correct[held])) if len(p) else (),
+            novelty_score=score,
+            novelty_reference=tuple(reference[chosen].sort().values.tolist()),
+            usual={name: _percentiles(x[used]) for name, x in evidence.scores.items()},
+            sets=sets,
+            profile=profile,
+        )
+
+    @property
+    def table(self) -> tuple[Figure, ...]:
+        """Every single score and the mixes, with their cross-validated figures."""
+        return self.right.table
+
+    @property
+    def ece(self) -> float | None:
+        """The expected calibration error on the queries held out."""
+        return expected_calibration_error(self.bins) if self.bins else None
+
+    def probability(self, evidence: Evidence) -> Tensor:
+        """P(the first result is right) [n]."""
+        if evidence.searched != self.searched:
+            raise ValueError(f"calibrated for {self.searched!r}, but the evidence comes from {evidence.searched!r}")
+        return self.right.probability(evidence)
+
+    def promise(self, max_error: float, confidence: float = 0.9) -> Promise:
+        """The threshold on P that keeps wrong answers at ``max_error`` or below, if there is one."""
+        return self.counts.promise(max_error, confidence)
+
+    def novelty(self, evidence: Evidence) -> Tensor:
+        """The p-value of "the query's class is in the gallery" [n]: p ≤ a for at most a share a of known queries."""
+        return conformal_p(_novelty(self.right, self.novelty_score, evidence), self.novelty_reference)
+
+    def promise_sets(self, max_error: float, confidence: float = 0.9) -> Promise:
+        """The doubt (``threshold``) at which at most ``max_error`` of the known queries' sets miss, if there is one."""
+        if self.sets is None:
+            raise ValueError("this calibration knows nothing about result sets: it was fitted without places")
+        return self.sets.counts.promise(max_error, confidence, what="result sets without a right image")
+
+    def set_sizes(self, evidence: Evidence, doubt: float) -> Tensor:
+        """The size of each query's result set at a doubt that `promise_sets` gave [n]."""
+        if self.sets is None:
+            raise ValueError("this calibration knows nothing about result sets: it was fitted without places")
+        return set_sizes(self.probability(evidence), self.sets.still_wrong, doubt)
+
+    def position(self, name: str, values: Tensor) -> Tensor:
+        """The share of the fitting queries whose score ``name`` is smaller [n]: 1 is more extreme than all of them."""
+        marks = torch.tensor(self.usual[name], dtype=torch.float64)
+        return torch.searchsorted(marks, values.detach().cpu().double().contiguous()) / len(marks)
+
+    def drift(self, now: Profile) -> Drift:
+        """Whether a gallery has changed much since the calibration."""
+        if self.profile is None:
+            raise ValueError("this calibration kept no profile of its gallery to compare with")
+        return drift(self.profile, now)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        write_record(path, self, kind=_KIND, version=_VERSION)
+
+    @classmethod
+    def load(cls, path: Path, *, model: str | None = None) -> "Calibration":
+        """Read it; a damaged file, or one that belongs to another model than ``model``, is a ``ValueError``."""
+        found = read_record(path, cls, kind=_KIND, version=_VERSION)
+        if model is not None and found.model != model:
+            raise ValueError(f"{path} belongs to another model ({found.model!r}, not {model!r}): calibrate again")
+        return found
+
+
+def _thresholds(p: Tensor) -> tuple[list[float], list[int]]:
+    """Thresholds that answer 16/128 … 128/128 of these queries, falling, the last 0; and the places of the starts."""
+    falling = p.sort(descending=True).values
+    steps = range(_STARTS[0], _STEPS + 1)
+    rows = [max(0, -(-len(p) * step // _STEPS) - 1) for step in steps]
+    return [*falling[rows[:-1]].tolist(), 0.0], [steps.index(start) for start in _STARTS]
+
+
+def _novelty_score(right: RightModel, evidence: Evidence, known: Tensor) -> str:
+    """The score that tells unknown queries best; the nearest distance if there are none to tell."""
+    if bool(known.all()) or not bool(known.any()):
+        return "nearest"
+    return max(("nearest", "kth", "doubt"), key=lambda name: auroc(_novelty(right, name, evidence), ~known))
+
+
+def _novelty(right: RightModel, name: str, evidence: Evidence) -> Tensor:
+    return right.doubt(evidence) if name == "doubt" else evidence.scores[name].detach().cpu().double()
+
+
+def _sets(
+    evidence: Evidence, p: Tensor, p_fit: Tensor, places: Tensor, held: Tensor, used: Tensor, known: Tensor
+) -> Sets:
+    if evidence.indices is None or places.shape != (len(evidence),):
+        raise ValueError("places need the evidence's indices, and one place per query")
+    largest = evidence.indices.shape[1]
+    place = torch.where((places < 1) | (places > largest), largest + 1, places)
+    late = place[used][place[used] > 1]
+    still = [(1 + int((late > m).sum())) / (1 + len(late)) for m in range(1, largest + 1)]
+    sizes = [set_sizes(p[known], still, doubt) for doubt in _DOUBTS]
+    missed = tuple(int((place[held] > size).sum()) for size in sizes)
+    counts = Counts(_DOUBTS, (len(held),) * len(_DOUBTS), missed, len(held), (0,))
+    return Sets(tuple(still), counts, tuple(float(s.double().mean()) if len(s) else 0.0 for s in sizes))
+
+
+def _percentiles(x: Tensor) -> tuple[float, ...]:
+    marks: Sequence[float] = x.detach().cpu().double().quantile(torch.linspace(0, 1, 101).double()).tolist()
+    return tuple(marks)

@@ -1,0 +1,148 @@
+"""What a person is told: the three states, their reasons, and that promises are kept by the rules."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import binom
+
+from idml import Embeddings
+from idml.evaluation.calibration import Calibration
+from idml.evaluation.evidence import Evidence, Profile, first_right, gather_evidence
+from idml.search.answers import Answer, State, Wishes, answer
+
+
+def made(classes, images, noise, seed=0, dimensions=16):
+    """Images around class centres; ‖u‖ grows with an image's own noise."""
+    g = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, dimensions, generator=g)
+    labels = torch.arange(classes).repeat_interleave(images)
+    amount = noise * (0.5 + torch.rand(len(labels), 1, generator=g))
+    semantic = centres[labels] + amount * torch.randn(len(labels), dimensions, generator=g)
+    return Embeddings(semantic, amount * torch.ones(len(labels), 2)), labels
+
+
+@pytest.fixture(scope="module")
+def shop():
+    """A gallery of 40 classes; queries of these and of 20 more; the calibration from half of the queries."""
+    everything, labels = made(60, 40, 0.8)
+    stored = (torch.arange(len(labels)) % 2 == 0) & (labels < 40)
+    gallery, theirs = everything[stored], labels[stored]
+    queries, own = everything[~stored], labels[~stored]
+    evidence = gather_evidence(queries, gallery, theirs)
+    places, known = first_right(evidence.indices, own, theirs), own < 40
+    half = torch.rand(len(own), generator=torch.Generator().manual_seed(1)) < 0.5
+    options = {"known": known[half], "places": places[half], "profile": Profile.of(gallery), "model": "m"}
+    calibration = Calibration.fit(evidence[half], places[half] == 1, **options)
+    blind = Calibration.fit(evidence[half], places[half] == 1, labelled=False, **options)
+    return calibration, blind, evidence[~half], places[~half], known[~half]
+
+
+def test_three_states_with_the_promised_shares(shop):
+    calibration, _, evidence, places, known = shop
+    answers = answer(evidence, calibration, Wishes(max_error=0.1, max_missed=0.1))
+    states = [a.state for a in answers]
+    assert set(states) == set(State)
+    matched = torch.tensor([s is State.MATCH for s in states])
+    novel = torch.tensor([s is State.NOVEL for s in states])
+    wrong, given = int((places[matched] != 1).sum()), int(matched.sum())
+    assert binom.sf(wrong - 1, given, 0.1) > 0.001  # not clearly above the promise; here it may be by chance
+    assert float(matched[known].double().mean()) > 0.3
+    assert float(novel[known].double().mean()) < 0.1
+    assert float(novel[~known].double().mean()) > 4 * float(novel[known].double().mean())
+    held = torch.tensor([a.results for a in answers]) >= torch.where(places == 0, 11, places)
+    assert float(held[known].double().mean()) > 0.9
+    assert all(a.calibrated and 0 <= a.probability <= 1 for a in answers)
+
+
+def test_match_is_exactly_the_threshold(shop):
+    calibration, _, evidence, _, _ = shop
+    for max_error in (0.05, 0.1, 0.2):
+        promise = calibration.promise(max_error, 0.9)
+        answers = answer(evidence, calibration, Wishes(max_error=max_error))
+        p = calibration.probability(evidence).tolist()
+        limit = 2.0 if promise.threshold is None else promise.threshold
+        assert [a.state is State.MATCH for a in answers] == [x >= limit for x in p]
+
+
+def one(shop, **changes):
+    """A query in the middle of everything, but for some of its scores."""
+    calibration, _, evidence, _, _ = shop
+    middle = {name: x.median().reshape(1) for name, x in evidence.scores.items()}
+    new = {name: torch.tensor([value]) for name, value in changes.items()}
+    return Evidence(**{**middle, **new}, searched=evidence.searched), calibration
+
+
+def test_reasons(shop):
+    calibration = shop[0]
+    # thresholds and novelty out of the way: only the reasons are looked at
+    sure = replace(calibration, counts=replace(calibration.counts, wrong=calibration.counts.answered))
+    wishes = Wishes(max_sent_away=1e-6)
+    blurred, _ = one(shop, level=50.0, disagreement=0.0)
+    assert answer(blurred, sure, wishes)[0].reason == "blurred or ambiguous query"
+    tied, _ = one(shop, margin=0.0, disagreement=0.5)
+    assert answer(tied, sure, wishes)[0].reason == "two classes tie"
+    plain, _ = one(shop, level=0.0, disagreement=0.0, margin=-1.0)
+    assert answer(plain, sure, wishes)[0].reason.startswith("cannot promise at most 5 % wrong answers here")
+    far, _ = one(shop, nearest=2.0, kth=2.0, margin=0.0, disagreement=0.8, entropy=2.0)
+    assert answer(far, calibration)[0] == replace(
+        answer(far, calibration)[0], state=State.NOVEL, reason="far from everything"
+    )
+
+
+def test_too_low_says_what_is_needed(shop):
+    calibration, _, evidence, _, _ = shop
+    found = answer(evidence, calibration, Wishes(max_error=0.1, max_sent_away=1e-6))
+    assert any(a.reason.startswith("not certain enough: ") for a in found if a.state is State.UNSURE)
+
+
+def test_galleries_without_labels(shop):
+    _, blind, evidence, places, _ = shop
+    plain = replace(evidence, margin=None, ratio=None, entropy=None, disagreement=None)
+    answers = answer(plain, blind, Wishes(max_error=0.2))
+    matched = torch.tensor([a.state is State.MATCH for a in answers])
+    assert bool(matched.any())
+    assert float((places[matched] != 1).double().mean()) < 0.2
+    assert "two images tie" in {a.reason for a in answers}
+    assert {a.reason for a in answers}.isdisjoint({"two classes tie"})
+    with pytest.raises(ValueError, match=r"lacks|labels"):
+        answer(plain, shop[0])
+
+
+def test_uncalibrated_answers_are_marked_and_careful(shop):
+    calibration, _, evidence, places, _ = shop
+    for found in (answer(evidence), answer(evidence, profile=calibration.profile)):
+        assert all(not a.calibrated and a.probability is None and "uncalibrated" in a.reason for a in found)
+    assert {a.state for a in answer(evidence)} == {State.UNSURE}  # nothing is known about the gallery
+    careful = answer(evidence, profile=calibration.profile)
+    matched = torch.tensor([a.state is State.MATCH for a in careful])
+    assert float((places[matched] == 1).double().mean()) > 0.95
+    plain = replace(evidence, margin=None, ratio=None, entropy=None, disagreement=None)
+    assert {a.state for a in answer(plain, profile=calibration.profile)} == set(State)
+
+
+def test_a_model_without_uncertainty(shop):
+    everything, labels = made(20, 20, 0.8)
+    bare = Embeddings.certain(everything.semantic)
+    ids = torch.arange(len(labels))
+    evidence = gather_evidence(bare, bare, labels, query_ids=ids, gallery_ids=ids)
+    calibration = Calibration.fit(evidence, first_right(evidence.indices, labels, labels) == 1)
+    assert all(a.reason != "blurred or ambiguous query" for a in answer(evidence, calibration))
+
+
+def test_no_queries_and_bad_wishes(shop):
+    calibration, _, evidence, _, _ = shop
+    assert answer(evidence[:0], calibration) == []
+    assert answer(evidence[:0]) == []
+    with pytest.raises(ValueError, match="max_sent_away must be between 0 and 1, got 0"):
+        Wishes(max_sent_away=0)
+    with pytest.raises(ValueError, match="max_missed must be between 0 and 1, got 1"):
+        Wishes(max_missed=1)
+    assert isinstance(answer(evidence[:1], calibration)[0], Answer)
+
+
+def test_a_loaded_calibration_answers_the_same(shop, tmp_path):
+    calibration, _, evidence, _, _ = shop
+    calibration.save(tmp_path / "calibration.json")
+    loaded = Calibration.load(tmp_path / "calibration.json", model="m")
+    assert answer(evidence, loaded) == answer(evidence, calibration)
