@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from idml import Embeddings, IntrospectiveMetric
-from idml.evaluation import neighbours, pairs, retrieval
+from idml.evaluation import neighbours, pairs, products, retrieval
 from idml.evaluation.neighbours import Search, nearest
 
 
@@ -87,6 +87,7 @@ def test_equals_exact_loops(monkeypatch, name, k, long):
     found = nearest(x, k)
     assert torch.equal(x, before)
     assert lists(found) == loops(x, k)
+    assert torch.equal(Search(x).ranked(k), found.indices)
     assert found.indices.shape == found.distances.shape == (len(x), min(k, len(x) - 1))
     assert found.distances.dtype == x.dtype
     assert (found.distances.diff(dim=1) >= 0).all()
@@ -99,6 +100,18 @@ def test_equals_exact_loops_between_sets(name):
     ids, others = [f"i{j % 9}" for j in range(15)], [f"i{j}" for j in range(5, len(x))]
     found = nearest(x[:15], 4, gallery=x[5:], query_ids=ids, gallery_ids=others)
     assert lists(found) == loops(x[:15], 4, x[5:], ids, others)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_both_products_are_the_product(monkeypatch, faster):
+    monkeypatch.setattr(products, "_LARGE", 0)
+    monkeypatch.setattr(products, "_scipy_is_faster", lambda: faster)
+    a, b, start = torch.randn(7, 5), torch.randn(9, 5), torch.randn(9)
+    out = torch.empty(7, 9)
+    assert products.add_product(start, a, b, -2.0, out) is out
+    torch.testing.assert_close(out, start - 2 * a @ b.T)
+    products.add_product(torch.tensor(3.0), a, b[2:4], 1.0, out.flatten()[:14].view(7, 2))
+    torch.testing.assert_close(out.flatten()[:14].view(7, 2), 3 + a @ b[2:4].T)
 
 
 def test_distances_are_those_of_differences():

@@ -60,17 +60,24 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 
 def load_square(path: str | Path, size: int, *, grey: bool = False) -> Tensor:
-    """The image as uint8 [3, size, size] (or [1, …]): shorter side to size·256/224, then the centre, as for testing."""
-    if size < 1:
-        raise ValueError(f"the image size must be 1 or larger, got {size}")
-    side = round(size * 256 / 224)
-    image = read_image(path, min_side=side)
-    scale = side / min(image.size)
-    width, height = (max(side, round(length * scale)) for length in image.size)
-    if max(width, height) > 64 * side:
-        raise ValueError(f"cannot use the image {str(path)!r}: {image.width}×{image.height} is too narrow")
-    image = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - size) // 2, (height - size) // 2
-    image = image.crop((left, top, left + size, top + size)).convert("L" if grey else "RGB")
+    """The image file as uint8 [3, size, size] (or [1, …]); see `as_tested`."""
+    return as_tested(read_image(path, min_side=_side(size)), size, grey=grey)
+
+
+def as_tested(image: Image.Image, size: int, *, grey: bool = False) -> Tensor:
+    """An RGB image as a test sees it: resized to a square of size·256/224, whatever its shape, then the centre.
+
+    (The paper resizes to 256 × 256 and crops to 224 × 224.)
+    """
+    side = _side(size)
+    image = image.resize((side, side), Image.Resampling.BILINEAR)
+    place = (side - size) // 2
+    image = image.crop((place, place, place + size, place + size)).convert("L" if grey else "RGB")
     pixels = torch.from_numpy(np.array(image))
     return pixels.unsqueeze(0) if grey else pixels.permute(2, 0, 1).contiguous()
+
+
+def _side(size: int) -> int:
+    if size < 1:
+        raise ValueError(f"the image size must be 1 or larger, got {size}")
+    return round(size * 256 / 224)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings, full_precision, require_finite, unit_rows
-from idml.evaluation.pairs import Pairs, full_float32
+from idml.evaluation.pairs import Pairs
+from idml.evaluation.products import full_float32
 from idml.metric import IntrospectiveMetric
 
 Points = Embeddings | Tensor
@@ -27,8 +28,8 @@ Names = Tensor | np.ndarray | Sequence[int] | Sequence[str]  # labels or ids
 _CHUNK = 1 << 24  # pairs bounded at a time: 64 MB
 _ROWS = 1 << 10  # queries at a time: the bounds of a small gallery stay in the cache
 _LIST = 1 << 20  # pairs listed at a time
-_LONG = 16  # a list longer than this, and than this part of the gallery, is measured by products first
 _GROUP = 8  # bounds of which only the lowest is looked at first
+_LONG = 16  # a list longer than this, and than this part of the gallery, is measured by products first
 _BLOCK = 1024  # rows made unit at a time
 
 
@@ -123,33 +124,55 @@ class Search:
     @torch.no_grad()
     def top(self, k: int, rows: Tensor | None = None) -> Neighbours:
         """The ``k`` nearest of the queries ``rows`` (all of them if not given)."""
+        k, rows = self._asked(k, rows)
+        # made first: small results between large temporaries would keep the memory of these from being used again
+        found = Neighbours(rows.new_empty(len(rows), k), self.alpha.a.new_empty(len(rows), k, dtype=self.alpha.dtype))
+        self._fill(rows, k, found.indices, found.distances)
+        return found
+
+    @torch.no_grad()
+    def ranked(self, k: int, rows: Tensor | None = None) -> Tensor:
+        """``top(k, rows).indices``, for less: only pairs whose order the bounds leave open are measured."""
+        k, rows = self._asked(k, rows)
+        found = rows.new_empty(len(rows), k)
+        self._fill(rows, k, found, None)
+        return found
+
+    def _asked(self, k: int, rows: Tensor | None) -> tuple[int, Tensor]:
+        """How many neighbours can be found at most, and for which queries."""
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a whole number above 0, got {k!r}")
         if rows is None:
             rows = torch.arange(self.queries, device=self.first.device)
-        k = min(k, self.gallery - int(self.count[rows].min())) if len(rows) else 0
+        return min(k, self.gallery - int(self.count[rows].min())) if len(rows) else 0, rows
+
+    def _fill(self, rows: Tensor, k: int, indices: Tensor, distances: Tensor | None) -> None:
+        if k == 0:
+            return
         longer = min(k + max(8, k // 8), self.gallery)
         step = max(1, min(_ROWS, _CHUNK // self.gallery, _LIST // longer))
-        # made first: small results between large temporaries would keep the memory of these from being used again
-        found = Neighbours(rows.new_empty(len(rows), k), self.alpha.a.new_empty(len(rows), k, dtype=self.alpha.dtype))
-        if k == 0:
-            return found
         with full_float32(rows.device.type):
-            for part, indices, distances in zip(*(x.split(step) for x in (rows, *found)), strict=True):
-                index, key = self._chunk(part, k, longer)
-                indices.copy_(torch.where(key == math.inf, -1, index))
-                distances.copy_(self.pairs.distances(key))
-        return found
+            for i in range(0, len(rows), step):
+                index, key = self._chunk(rows[i : i + step], k, longer, distances is None)
+                indices[i : i + step] = torch.where(key == math.inf, -1, index)
+                if distances is not None:
+                    distances[i : i + step] = self.pairs.distances(key)
 
-    def _chunk(self, rows: Tensor, k: int, longer: int) -> tuple[Tensor, Tensor]:
-        """Indices and keys [r, k] of a chunk of queries; key ∞ for what must not be found."""
+    def _chunk(self, rows: Tensor, k: int, longer: int, order_only: bool) -> tuple[Tensor, Tensor]:
+        """Indices and keys [r, k] of a chunk of queries; key ∞ for what must not be found.
+
+        With ``order_only`` a key may be an upper bound that leaves the order as it is.
+        """
         bounds, constant = self.pairs.bounds(rows)
         bounds[self.excluded(rows)] = math.inf
         low, index = _lowest(bounds, longer)
         index = index.sort(dim=1).values
-        measure = self.pairs.long_keys if longer > _LONG and longer * _LONG > self.gallery else self.pairs.keys
-        key = measure(rows, index).masked_fill_(bounds.gather(1, index) == math.inf, math.inf)
-        key, order = key.sort(dim=1, stable=True)
+        bound = bounds.gather(1, index)
+        key = self.pairs.order_keys(rows, index, bound.double() + constant[:, None]) if order_only else None
+        if key is None:
+            long = longer > _LONG and longer * _LONG > self.gallery
+            key = (self.pairs.long_keys if long else self.pairs.keys)(rows, index)
+        key, order = key.masked_fill_(bound == math.inf, math.inf).sort(dim=1, stable=True)
         index, key = index.gather(1, order)[:, :k].contiguous(), key[:, :k].contiguous()
         if longer < self.gallery:  # could a row that was not measured be as near as the k-th?
             left_out = low.amax(dim=1).double()

@@ -10,13 +10,12 @@ rows tie on every machine and with every chunk size.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from idml.evaluation.products import add_product
 from idml.metric import IntrospectiveMetric
 
 _EXACT = 1 << 18  # numbers subtracted at a time: they stay in the cache
@@ -65,9 +64,14 @@ class Squares:
         a = self._shifted(a).float() if self._copies(a) else a
         if len(self.room) < len(rows):
             self.room = a.new_empty(len(rows), len(self.low))
-        matrix = torch.addmm(self.lengths, a, self.low.T, alpha=2.0 * self.sign, out=self.room[: len(rows)])
+        matrix = add_product(self.lengths, a, self.low, 2.0 * self.sign, self.room[: len(rows)])
         own = a.double().square_().sum(1) * (1 + self.sign * self.c) + self.sign * _FLOOR
         return matrix, own.float()
+
+    def width(self, rows: Tensor, index: Tensor) -> Tensor:
+        """2E: how far above its lower bound the square of a listed pair may lie [r, l]."""
+        own = self._shifted(self.a[rows]).square_().sum(1, keepdim=True)
+        return (own + self.lengths.double()[index] / (1 - self.c)).mul_(2 * self.c).add_(4 * _FLOOR)
 
     def product(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """The squares of listed pairs [r, l] from float64 products, and a bound of their error."""
@@ -150,6 +154,26 @@ class Pairs:
         distances = keys.sqrt() / self.alpha.scale if self.metric is None else (0.5 * keys).exp()
         return distances.to(self.alpha.dtype)
 
+    def order_keys(self, rows: Tensor, index: Tensor, lower: Tensor) -> Tensor | None:
+        """Upper bounds of the keys [r, l] in the keys' order, from lower bounds; None if too much has to be measured.
+
+        A key lies in [b, b + 2E]. Where this interval meets no other, b + 2E has the key's place; the rest is measured.
+        """
+        if self.beta is not None:
+            return None
+        key = lower + self.alpha.width(rows, index)
+        ordered, order = lower.sort(dim=1)
+        reach = key.gather(1, order).cummax(dim=1).values
+        meets = ordered[:, 1:] <= reach[:, :-1]
+        meets &= ordered[:, 1:] != math.inf
+        meets = torch.nn.functional.pad(meets, (1, 0)) | torch.nn.functional.pad(meets, (0, 1))
+        line, place = meets.nonzero().unbind(1)
+        if len(line) > key.numel() // 4:
+            return None
+        column = order[line, place]
+        key[line, column] = self.distinct(rows[line], index[line, column])
+        return key
+
     def long_keys(self, rows: Tensor, index: Tensor) -> Tensor:
         """Keys of long lists [r, l]: from float64 products, and exact wherever these leave the order open.
 
@@ -213,15 +237,3 @@ def _padded(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     size = max(u.shape[1], v.shape[1])
     u, v = (x if x.shape[1] else x.new_zeros(len(x), size) for x in (u, v))
     return u, v
-
-
-@contextmanager
-def full_float32(device: str) -> Iterator[None]:
-    """Products in true float32, whatever the session allows elsewhere: the bounds count on it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

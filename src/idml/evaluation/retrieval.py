@@ -106,7 +106,7 @@ def _sums(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor, recall_
         rows = rows[relevant[rows] <= 2 * shortest]
         start += len(rows)
         r = relevant[rows].unsqueeze(1)
-        found = search.top(max(int(r.max()), *recall_at, 1), rows).indices
+        found = search.ranked(max(int(r.max()), *recall_at, 1), rows)
         hits = (theirs[found.clamp_min(0)] == own[rows].unsqueeze(1)) & (found >= 0)
         for i, k in enumerate(recall_at):
             sums[i] += hits[:, :k].any(dim=1).sum()
