@@ -5,9 +5,10 @@
 
 Made embeddings, unit vectors in overlapping classes, as many as in the test sets of Stanford Online Products or
 CUB-200. Each contender runs in a process of its own, with the imports and a small run behind it when the clock starts.
-``× floor`` is its time over that of the product of all pairs, in chunks of 64 MB and with nothing else done, by torch or
-numpy, whichever has the faster BLAS here, taken in the same process on a share of the queries right before and after. ``extra MB`` is the most memory held above what was
-held at the start. A contender has no result if it takes longer than the limit or more than 12 GB.
+``× floor`` is its time over that of the product of all pairs, in chunks of 64 MB and with nothing else done, by torch
+or numpy, whichever has the faster BLAS here, taken in the same process on a share of the queries right before and
+after. ``extra MB`` is the most memory held above what was held at the start. A contender has no result if it takes
+longer than the limit or more than 12 GB.
 
 Goal at the size of Stanford Online Products: ours at most 1.5 × the floor with less than 400 MB, the introspective
 metric at most 2.5 × our Euclidean. Recall@1, R-Precision and MAP@R of all must agree to 1e-6.
