@@ -35,12 +35,20 @@ def test_demo(few_glyphs, tmp_path, capsys):
         assert text.endswith("</html>")
         assert not re.search(r"""(src|href|url)[=(]['"]?http""", text)  # nothing from elsewhere
     assert (out / "idml" / "report.html").read_text().count("data:image/png") == 2
-    started = time.perf_counter()
-    assert cli.main(["demo", "--out", str(out)]) == 0  # nothing is trained twice
-    assert time.perf_counter() - started < 5
+    counts = results["search"]["counts"]
+    assert counts["known"]["match"] > counts["known"]["queries"] / 2 > counts["known"]["wrong matches"]
+    assert counts["unknown"]["match"] == counts["unknown"]["wrong matches"] < counts["unknown"]["queries"] / 2
+    assert {sample["state"] for sample in results["search"]["samples"]} == {"match", "unsure", "not in the collection"}
+    trained = [(out / method / "log.jsonl").stat().st_mtime_ns for method in ("plain", "idml")]
+    assert cli.main(["demo", "--out", str(out)]) == 0
+    assert [(out / method / "log.jsonl").stat().st_mtime_ns for method in ("plain", "idml")] == trained
     said = capsys.readouterr()
     assert "plain: recall@1" in said.out
     assert "report.html" in said.err
+    assert f"idml serve {out / 'gallery'}" in said.err
+    first = results["search"]["samples"][0]["image"]
+    assert cli.main(["search", str(out / "gallery"), str(out / first), "--max-error", "0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["replies"][0]["state"] == "match"
 
 
 @pytest.mark.parametrize(

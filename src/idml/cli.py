@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from idml.cli_search import add_commands
 from idml.memory import keep_memory
 from idml.training.options import add_options, chosen_options
 
@@ -22,19 +23,19 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     training = commands.add_parser("train", help="train a model", description="Train a model on a data set.")
-    training.set_defaults(run=_train)
+    training.set_defaults(handler=_train)
     training.add_argument("--config", metavar="FILE", help="a YAML file with options; flags override it")
     training.add_argument("--resume", action="store_true", help="go on with the run in --out")
     add_options(training)
 
     showing = commands.add_parser("demo", help="plain loss and IDML on glyphs", description="A first run in minutes.")
-    showing.set_defaults(run=_demo)
+    showing.set_defaults(handler=_demo)
     showing.add_argument("--out", metavar="DIR", default="runs/demo", help="where to put it (default runs/demo)")
 
     reproducing = commands.add_parser(
         "reproduce", help="a table of results", description="Make a table, cell by cell; a stopped one goes on."
     )
-    reproducing.set_defaults(run=_reproduce)
+    reproducing.set_defaults(handler=_reproduce)
     reproducing.add_argument("what", metavar="WHAT", help="first (losses and methods) or uncertainty (scores)")
     reproducing.add_argument("--data", metavar="SPEC", default="glyphs", help="data set (default glyphs)")
     reproducing.add_argument("--seeds", type=int, metavar="N", default=3, help="runs of each cell (default 3)")
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     evaluating = commands.add_parser(
         "evaluate", help="measure a run", description="Retrieval, clustering and uncertainty on the test classes."
     )
-    evaluating.set_defaults(run=_evaluate)
+    evaluating.set_defaults(handler=_evaluate)
     evaluating.add_argument("of", metavar="RUN", help="a run directory")
     evaluating.add_argument("--data", metavar="SPEC", required=True, help="data set, as in idml train")
     evaluating.add_argument(
@@ -57,12 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
     evaluating.add_argument("--graded", action="store_true", help="three strengths of every degradation, not only one")
     evaluating.add_argument("--out", metavar="DIR", help="where report.html goes (default RUN/evaluation)")
 
+    add_commands(commands)
     for command in (training, showing, reproducing, evaluating):
         command.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     options = parser.parse_args(arguments)
     keep_memory()
     try:
-        status: int = options.run(options)
+        status: int = options.handler(options)
     except (ValueError, OSError) as error:
         print(f"idml {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -98,7 +100,14 @@ def _demo(options: argparse.Namespace) -> int:
         results = demo(Path(options.out), report=display.report, note=display.note)
     rows = {method: results[method]["selected"] for method in ("plain", "idml")}
     _print_figures({**rows, "‖u‖, AUROC": results["uncertainty"]}, results, options.json)
-    print(f"the report is {Path(options.out) / 'report.html'}", file=sys.stderr)
+    if not options.json:
+        for name, counts in results["search"]["counts"].items():
+            print(f"{name} queries: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+        for sample in results["search"]["samples"]:
+            print(f"{sample['image']}: {sample['state'].upper()} ({sample['reason']})")
+    out = Path(options.out)
+    print(f"the report is {out / 'report.html'}", file=sys.stderr)
+    print(f"to search in a browser: idml serve {out / 'gallery'}, then open http://127.0.0.1:8000", file=sys.stderr)
     return 0
 
 

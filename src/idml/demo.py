@@ -1,4 +1,4 @@
-"""`idml demo`: the plain loss and IDML side by side on the embedded data set, in minutes on a laptop."""
+"""`idml demo`: the plain loss and IDML side by side on the embedded data set, then a gallery that answers queries."""
 
 import json
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 from idml.data.glyphs import load_glyphs
 from idml.data.pixels import load_pixels
+from idml.demo_search import describe, show_search
 from idml.evaluation.ambiguous import tells_ambiguous
 from idml.files import write_whole
 from idml.html import page, table
@@ -21,7 +22,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def demo(out: Path, *, report: Callable[[dict[str, Any]], None], note: Callable[[str], None]) -> dict[str, Any]:
-    """Train both, compare them on the test classes, write ``out``/report.html; a finished half is not trained again."""
+    """Train both, compare them on the test classes, calibrate, index and ask; write ``out``/report.html.
+
+    A finished half is not trained again.
+    """
     results: dict[str, Any] = {}
     for method in ("plain", "idml"):
         run = out / method
@@ -32,6 +36,7 @@ def demo(out: Path, *, report: Callable[[dict[str, Any]], None], note: Callable[
             config = TrainConfig(out=str(run), method=method, **SETTINGS)
             results[method] = train(config, resume=True, report=report, note=note)
     results["uncertainty"] = _uncertainty(out / "idml")
+    results["search"] = show_search(load_glyphs().test, out / "idml", out, report=report, note=note)
     figures = list(results["plain"]["selected"])
     rows = [[m, *(f"{results[m]['selected'][f]:.1%}" for f in figures)] for m in ("plain", "idml")]
     links = "".join(f"<li><a href='{m}/report.html'>{m}</a></li>" for m in ("plain", "idml"))
@@ -45,7 +50,8 @@ def demo(out: Path, *, report: Callable[[dict[str, Any]], None], note: Callable[
             table(["method", *figures], rows),
             "<h2>What ‖u‖ tells on the test classes (AUROC; 0.5 is chance)</h2>",
             table(["question", "AUROC"], told),
-            f"<ul>{links}</ul>",
+            describe(results["search"]),
+            f"<ul>{links}<li><a href='idml/calibration.html'>calibration</a></li></ul>",
         ),
     )
     return results

@@ -1,6 +1,7 @@
 """The model: a trunk and two linear heads, y = {s, u}; saved as one safetensors file that carries its configuration."""
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -245,11 +246,25 @@ def load_model(run: str | Path) -> Model:
     return model.eval()
 
 
+def fingerprint(path: str | Path) -> str:
+    """What tells models apart: the first 16 hexadecimal digits of the SHA-256 of the file, or of the one in a run."""
+    file = Path(path)
+    file = file / FILE if file.is_dir() else file
+    if not file.is_file():
+        raise _absent(file)
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+def _absent(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(f"there is no model at {path}; a run directory holds a {FILE}")
+
+
 def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise FileNotFoundError(f"there is no model at {path}; a run directory holds a {FILE}")
+        raise _absent(path)
     with path.open("rb") as file:
         head = file.read(9)
     # a safetensors file begins with the length of its header, which may be any bytes, and then the header's brace

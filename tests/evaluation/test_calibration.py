@@ -184,6 +184,19 @@ def test_more_error_answers_more(seed, a, b):
             assert upper_bound(promise.wrong, promise.answered, 0.1) <= promise.max_error + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("n", "first", "starts"), [(100, 16, 3), (511, 16, 3), (512, 8, 4), (1024, 4, 5), (9000, 4, 5)]
+)
+def test_with_more_queries_tests_start_at_surer_ones(n, first, starts):
+    p = torch.rand(n, dtype=torch.float64)
+    thresholds, places = _thresholds(p)
+    assert len(places) == starts
+    assert [int((p >= thresholds[i]).sum()) for i in places[-3:]] == [-(-n * s // 128) for s in (16, 32, 64)]
+    assert int((p >= thresholds[0]).sum()) == -(-n * first // 128)
+    assert places[0] == 0
+    assert thresholds[-1] == 0.0
+
+
 def test_what_cannot_be_promised_says_why():
     few = Counts.of(torch.ones(20), torch.ones(20, dtype=torch.bool), *_thresholds(torch.ones(20)))
     promise = few.promise(0.05, 0.9)
@@ -432,7 +445,7 @@ def test_damaged_and_foreign_files(tmp_path):
         b"[1, 2]",
         b'{"format": "something else"}',
         b"[" * 100_000,
-        json.dumps({**foreign, "version": 2}).encode(),
+        json.dumps({**foreign, "version": 1}).encode(),
         json.dumps({**foreign, "content": {}}).encode(),
     ):
         path.write_bytes(data)

@@ -11,19 +11,21 @@ from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 64_000_000
+MIN_SIDE = 512
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
-def read_image(path: str | Path, *, min_side: int | None = None) -> Image.Image:
+def read_image(path: str | Path, *, min_side: int = MIN_SIDE) -> Image.Image:
     """The image file as RGB; see `decode_image`."""
     return decode_image(path, str(path), min_side=min_side)
 
 
-def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int | None = None) -> Image.Image:
+def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_SIDE) -> Image.Image:
     """The image as RGB: turned as its EXIF says, transparency on white, 16-bit grey scaled, the first frame.
 
-    ``min_side`` lets a JPEG be decoded at reduced size, never below that many pixels on its shorter side. What
-    cannot be read raises ``ValueError`` with the image's ``name``.
+    A large JPEG is decoded at reduced size, never below ``min_side`` pixels on its shorter side. Reducing changes an
+    embedding a little, so whoever wants less than 512 pixels decodes as many, too: a photo is then seen alike in
+    training, in a test and in a search. What cannot be read raises ``ValueError`` with the image's ``name``.
     """
     try:
         with warnings.catch_warnings():
@@ -31,8 +33,8 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int | None
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
-                if min_side is not None and image.format == "JPEG":
-                    image.draft("RGB", (min_side, min_side))
+                if image.format == "JPEG":
+                    image.draft("RGB", (max(min_side, MIN_SIDE), max(min_side, MIN_SIDE)))
                 image.load()
                 return _as_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from torch import Tensor
 from idml.data.sources import ImageSet
 from idml.files import cache_folder, cached_array, write_whole
 
-_VERSION = 1
+_VERSION = 2
 Progress = Callable[[int, int], None]
 
 

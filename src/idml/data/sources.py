@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from idml.data.images import decode_image
+from idml.data.images import MIN_SIDE, decode_image
 from idml.embeddings import Index, as_rows
 
 
@@ -29,7 +29,7 @@ class Source(Protocol):
     def stamp(self) -> str:
         """What changes when the image's bytes do: it tells a decoded copy from a stale one."""
 
-    def decode(self, *, min_side: int | None = None) -> Image.Image:
+    def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """The image as RGB; ``ValueError`` or ``FileNotFoundError`` with its name if it cannot be read."""
 
 
@@ -45,7 +45,7 @@ class FileSource:
         """Size and times of change."""
         return _stamp(self.root / self.name)
 
-    def decode(self, *, min_side: int | None = None) -> Image.Image:
+    def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """The image as RGB."""
         return decode_image(self.root / self.name, self.name, min_side=min_side)
 
@@ -64,7 +64,7 @@ class TarSource:
         """Size and times of change of the archive, and the place in it."""
         return f"{_stamp(self.archive)}:{self.offset}:{self.size}"
 
-    def decode(self, *, min_side: int | None = None) -> Image.Image:
+    def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """The image as RGB."""
         try:
             with self.archive.open("rb") as file:
@@ -87,7 +87,7 @@ class ArraySource:
         """A hash of the pixels."""
         return hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8).hexdigest()
 
-    def decode(self, *, min_side: int | None = None) -> Image.Image:
+    def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """The image as RGB."""
         return Image.fromarray(self.pixels).convert("RGB")
 

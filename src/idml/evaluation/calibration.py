@@ -12,6 +12,8 @@ They hold for queries drawn like the calibration's: the same kind of gallery and
 each drawn on its own. Queries of one class hang together; for new classes the promises are estimates. "With confidence
 1 − δ" counts all calibrations, also those that end in "cannot promise": among the others the share of broken promises
 may be larger where a promise is rare.
+
+Beside them, without a promise: P(a single result is of the query's class) from its distance, `idml.evaluation.alike`.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from idml.evaluation.alike import Alike
 from idml.evaluation.evidence import Evidence, Profile
 from idml.evaluation.guarantee import Counts, Promise, conformal_p, set_sizes
 from idml.evaluation.probability import Figure, RightModel
@@ -28,11 +31,12 @@ from idml.evaluation.records import read_record, write_record
 from idml.evaluation.reliability import Bin, Drift, drift, expected_calibration_error, reliability
 from idml.evaluation.uncertainty import auroc
 
-_KIND, _VERSION = "idml calibration", 1
+_KIND, _VERSION = "idml calibration", 2
 # Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (wished
 # errors 5, 10, 20 %, unknown 0, 25, 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more;
-# one start answered more where it was the right one, and next to nothing where it was not.
-_STEPS, _STARTS = 128, (16, 32, 64)
+# one start answered more where it was the right one, and next to nothing where it was not. With enough queries they
+# begin at 1/32 and 1/16: of hard data (CUB) only the surest few per cent can be promised, and easy data lose nothing.
+_STEPS, _STARTS, _EARLY, _ENOUGH = 128, (16, 32, 64), (4, 8), 32
 _DOUBTS = (0.0, *(10 ** (-4 + i / 32) for i in range(129)))  # 10⁻⁴ … 1
 _REFERENCE = 2000  # known queries kept to compare new ones with
 
@@ -60,6 +64,7 @@ class Calibration:
     novelty_reference: tuple[float, ...]
     usual: dict[str, tuple[float, ...]]
     sets: Sets | None
+    alike: Alike | None
     profile: Profile | None
 
     @classmethod
@@ -73,6 +78,7 @@ class Calibration:
         groups: Tensor | None = None,
         known: Tensor | None = None,
         places: Tensor | None = None,
+        listed: tuple[Tensor, Tensor] | None = None,
         profile: Profile | None = None,
         model: str = "",
         held_out: float = 0.5,
@@ -87,6 +93,8 @@ class Calibration:
             groups: the queries' classes [n]; folds of the cross-validation keep them whole.
             known: bool [n], the query's class is in the gallery; all are if not given.
             places: `first_right` of ``evidence.indices`` [n], for result sets of adaptive size.
+            listed: distances of the images listed [n, m], and whether each is of the query's class, for
+                `pair_probability`.
             profile: of the gallery, to see later whether it has changed.
             model: the fingerprint of the model.
             held_out: the share of queries that are counted, not fitted.
@@ -100,10 +108,7 @@ class Calibration:
             raise ValueError("the evidence comes from a gallery without labels; ask for labelled=False")
         if bool((correct & ~known).any()):
             raise ValueError(f"{int((correct & ~known).sum())} unknown queries are marked as answered right")
-        if not 0 < held_out < 1:
-            raise ValueError(f"held_out must be between 0 and 1, got {held_out!r}")
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-        held, used = order[: int(n * held_out)].sort().values, order[int(n * held_out) :].sort().values
+        held, used = split_queries(n, held_out, seed)
         theirs = None if groups is None else groups[used]
         right = RightModel.fit(evidence[used], correct[used], labelled=labelled, groups=theirs, seed=seed)
         p, p_fit = right.probability(evidence[held]), right.probability(evidence[used])
@@ -124,6 +129,7 @@ class Calibration:
             novelty_reference=tuple(reference[chosen].sort().values.tolist()),
             usual={name: _percentiles(x[used]) for name, x in evidence.scores.items()},
             sets=sets,
+            alike=None if listed is None else Alike.fit(listed[0][used], listed[1][used]),
             profile=profile,
         )
 
@@ -163,6 +169,12 @@ class Calibration:
             raise ValueError("this calibration knows nothing about result sets: it was fitted without places")
         return set_sizes(self.probability(evidence), self.sets.still_wrong, doubt)
 
+    def pair_probability(self, distances: Tensor) -> Tensor:
+        """P(an image listed at this distance is of the query's class), of the distances' shape; it falls with them."""
+        if self.alike is None:
+            raise ValueError("this calibration knows nothing about single results: it was fitted without their lists")
+        return self.alike.probability(distances)
+
     def position(self, name: str, values: Tensor) -> Tensor:
         """The share of the fitting queries whose score ``name`` is smaller [n]: 1 is more extreme than all of them."""
         marks = torch.tensor(self.usual[name], dtype=torch.float64)
@@ -187,12 +199,21 @@ class Calibration:
         return found
 
 
+def split_queries(n: int, held_out: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Which of n queries `Calibration.fit` counts, and which it fits to: two random parts."""
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out must be between 0 and 1, got {held_out!r}")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return order[: int(n * held_out)].sort().values, order[int(n * held_out) :].sort().values
+
+
 def _thresholds(p: Tensor) -> tuple[list[float], list[int]]:
-    """Thresholds that answer 16/128 … 128/128 of these queries, falling, the last 0; and the places of the starts."""
+    """Thresholds that answer more and more of these queries, all at last; and the places of the starts."""
     falling = p.sort(descending=True).values
-    steps = range(_STARTS[0], _STEPS + 1)
+    starts = [*(start for start in _EARLY if len(p) * start >= _ENOUGH * _STEPS), *_STARTS]
+    steps = range(starts[0], _STEPS + 1)
     rows = [max(0, -(-len(p) * step // _STEPS) - 1) for step in steps]
-    return [*falling[rows[:-1]].tolist(), 0.0], [steps.index(start) for start in _STARTS]
+    return [*falling[rows[:-1]].tolist(), 0.0], [steps.index(start) for start in starts]
 
 
 def _novelty_score(right: RightModel, evidence: Evidence, known: Tensor) -> str:

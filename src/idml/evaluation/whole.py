@@ -17,7 +17,7 @@ from idml.evaluation.measuring import MIDDLE, fit_predictor, measure
 from idml.evaluation.report import build_report
 from idml.files import write_whole
 from idml.metric import IntrospectiveMetric
-from idml.model import FILE
+from idml.model import fingerprint
 
 VERSION = 1  # goes up when a figure comes to mean something else: older results are then made again
 METRICS = ("euclidean", "introspective")
@@ -56,7 +56,7 @@ def evaluate_run(
     runs = [Path(path) for path in (run, *ensemble)]
     if metric not in METRICS:
         raise ValueError(f"unknown metric {metric!r}; known are {' and '.join(METRICS)}")
-    models = [_fingerprint(path) for path in runs]
+    models = [fingerprint(path) for path in runs]
     options = [_options(path) for path in runs]
     metrics = [
         _metric(path, told) if metric == "introspective" else None for path, told in zip(runs, options, strict=True)
@@ -131,15 +131,6 @@ def _evaluate(
     }
     result["verdict"] = verdicts(result)
     return result, build_report(result, measured, candidate, note)
-
-
-def _fingerprint(run: Path) -> str:
-    """A hash of the model's file."""
-    path = run / FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no model at {path}; a finished run holds a {FILE}")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _options(run: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 from idml.data.catalogue import load_dataset
+from idml.data.holdout import hold_out
 from idml.data.pixels import Pixels, load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import ImageSet
@@ -80,7 +81,7 @@ def train(
         dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
         for line in dataset.notes:
             note(line)
-        seen, held_out = _hold_out(dataset.train, config)
+        seen, held_out = hold_out(dataset.train, config.holdout)
         torch.manual_seed(config.seed)
         model, loss = _build(config, len(seen.classes))
         model.to(device)
@@ -229,16 +230,6 @@ def _build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | Proba
         image_size=config.image_size,
     )
     return model, ProbabilisticLoss(loss) if config.probabilistic else loss
-
-
-def _hold_out(images: ImageSet, config: TrainConfig) -> tuple[ImageSet, ImageSet | None]:
-    """The classes to learn from and, every 1/holdout-th class, those kept for validation."""
-    count = len(images.classes)
-    kept = round(count * config.holdout)
-    if kept < 2 or count - kept < 2:
-        return images, None
-    chosen = {round((i + 0.5) * count / kept - 0.5) for i in range(kept)}
-    return images.of_classes([c for c in range(count) if c not in chosen]), images.of_classes(sorted(chosen))
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:

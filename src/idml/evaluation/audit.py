@@ -1,0 +1,196 @@
+"""Which labels are likely wrong, and which images are ambiguous: judged by what all *other* images say (leave-one-out).
+
+With p_c the share of class c among the k nearest other images (exact, see `idml.evaluation.neighbours`), and y the
+image's own class, the scores of a wrong label are
+
+    disagreement       1 − p_y, k = 10: the simplest rival
+    disagreement_100   the same with k = 100
+    vote               1 − p_y, k = 200, each weighted by exp(−(d² − d₁²) / (0.2 · median of d_k²))
+    confident          max_{c ≠ y} (p_c − t_c) − (p_y − t_y), p as in vote, t_c the mean p_c of the images labelled c:
+                       after confident learning (Northcutt et al., 2021), which does not expect as much of every class
+    centroid           max_{c ≠ y} cos(s, m_c) − cos(s, m_y), m the classes' means
+    discriminant       ln d(s, m_y) − ln min_{c ≠ y} d(s, m_c), d the Mahalanobis distance of linear discriminant
+                       analysis: by the covariance within classes, W = 0.7 · S/(n − C) + 0.3 · (its mean variance)
+
+In the last two the image is left out of its own class's mean, and in the last out of W too. A positive value of
+confident, centroid and discriminant says that another class is supported better than the image's own.
+
+Nothing here holds all pairs of images: memory goes with images × dimensions, dimensions² and dimensions × classes.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from idml.embeddings import Embeddings, unit_rows
+from idml.evaluation.neighbours import Neighbours, nearest
+
+SCORES = ("disagreement", "disagreement_100", "vote", "confident", "centroid", "discriminant")
+_NEIGHBOURS = {"disagreement": 10, "disagreement_100": 100, "vote": 200, "confident": 200}
+_WIDTH = 0.2  # of a vote's weights
+_SHRINKAGE = 0.3
+_TINY = 1e-9  # squared distances below this count as equal
+_CELLS = 1 << 21  # images × classes looked at together: 16 MB
+_AROUND = 10  # neighbours that tell an ambiguous image
+Rows = tuple[slice, Tensor]
+
+
+class Suspicion(NamedTuple):
+    """For each image [n]: how likely its label is wrong, the class that the others suggest, whether it can be judged.
+
+    An image that is alone in its class cannot: nothing speaks for its label. Its score is −∞.
+    """
+
+    score: Tensor
+    suggested: Tensor
+    judged: Tensor
+
+
+def mislabelled(embeddings: Embeddings, labels: Tensor, *, score: str = "discriminant") -> Suspicion:
+    """Score every image by how likely its label is wrong.
+
+    Args:
+        embeddings: their unit semantic part is used, and nothing else.
+        labels: whole numbers [n].
+        score: a name of `SCORES`; docs/audit.md says what each finds.
+
+    >>> s = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.0], [0.0, 1.0], [0.1, 1.0], [0.0, 0.9]])
+    >>> found = mislabelled(Embeddings.certain(s), torch.tensor([0, 0, 1, 1, 1, 1]))
+    >>> int(found.score.argmax()), int(found.suggested[2])
+    (2, 0)
+    """
+    if score not in SCORES:
+        raise ValueError(f"unknown score {score!r}; known are {', '.join(SCORES)}")
+    if labels.shape != (len(embeddings),) or labels.is_floating_point():
+        raise ValueError(f"need one whole number for each of {len(embeddings)} images, got {list(labels.shape)} labels")
+    names, own, sizes = labels.unique(return_inverse=True, return_counts=True)
+    if len(names) < 2:
+        raise ValueError("the images are all of one class: there is no other label to suggest")
+    judged, unit = sizes[own] > 1, embeddings.unit
+    value, best = torch.full((len(own),), -math.inf, dtype=torch.float64), torch.zeros_like(own)
+    if not bool(judged.any()):
+        return Suspicion(value, labels, judged)
+    if score in _NEIGHBOURS:
+        parts = _votes(unit, own, sizes, score)
+    else:
+        parts = (_centroids if score == "centroid" else _discriminants)(unit.double(), own, sizes)
+    for rows, support in parts:
+        mine = support.gather(1, own[rows].unsqueeze(1)).squeeze(1)
+        other = support.scatter(1, own[rows].unsqueeze(1), -math.inf).max(dim=1)
+        best[rows] = other.indices
+        value[rows] = 1 - mine if score in _NEIGHBOURS and score != "confident" else other.values - mine
+    return Suspicion(value.masked_fill(~judged, -math.inf), names[best], judged)
+
+
+class Ambiguity(NamedTuple):
+    """For each image [n]: how much the labels around it differ, and the two met most (the same if there is one)."""
+
+    score: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def ambiguous(labels: Tensor, found: Neighbours) -> Ambiguity:
+    """The entropy −Σ p·ln p of the labels around each image, from its neighbours as `nearest` found them.
+
+    The ten nearest count, weighted as in ``vote``; the image's own label does not, so that a clear image with a wrong
+    label is not ambiguous.
+
+    >>> x = torch.tensor([[0.0], [0.1], [0.2], [5.0], [5.1], [5.2]])
+    >>> told = ambiguous(torch.tensor([0, 1, 0, 2, 2, 2]), nearest(x, 2))
+    >>> told.score.round(decimals=2), int(told.first[0]), int(told.second[0])
+    (tensor([0.6700, 0.0000, 0.6700, 0.0000, 0.0000, 0.0000]), 1, 0)
+    """
+    names, own = labels.unique(return_inverse=True)
+    near = Neighbours(found.indices[:, :_AROUND], found.distances[:, :_AROUND])
+    weights = _weights(near)
+    score = torch.zeros(len(own), dtype=torch.float64)
+    first, second = torch.zeros_like(own), torch.zeros_like(own)
+    for rows, shares in _shares(near, weights, own, len(names)):
+        two = shares.topk(min(2, len(names)), dim=1)
+        score[rows] = torch.special.entr(shares).sum(dim=1)
+        first[rows] = two.indices[:, 0]
+        second[rows] = torch.where(two.values[:, -1] > 0, two.indices[:, -1], two.indices[:, 0])
+    return Ambiguity(score, names[first], names[second])
+
+
+def _votes(unit: Tensor, own: Tensor, sizes: Tensor, score: str) -> Iterator[Rows]:
+    """The shares p of the classes among the nearest other images, less t for ``confident``."""
+    found = nearest(unit, _NEIGHBOURS[score])
+    if score in ("vote", "confident"):
+        weights = _weights(found)
+    else:
+        weights = (found.indices >= 0).double() / (found.indices >= 0).sum(dim=1, keepdim=True)
+    expected = torch.zeros(len(sizes), dtype=torch.float64)
+    if score == "confident":
+        mine = (weights * (own[found.indices.clamp_min(0)] == own.unsqueeze(1))).sum(dim=1)
+        expected = expected.index_add_(0, own, mine) / sizes
+    return ((rows, shares - expected) for rows, shares in _shares(found, weights, own, len(sizes)))
+
+
+def _weights(found: Neighbours) -> Tensor:
+    """What each neighbour's vote counts; 1 in all for each image."""
+    seen, squares = found.indices >= 0, found.distances.double().square()
+    width = _WIDTH * float(squares.masked_fill(~seen, 0.0).amax(dim=1).median())
+    weights = ((squares[:, :1] - squares) / max(width, 1e-12)).exp().masked_fill(~seen, 0.0)
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+def _shares(found: Neighbours, weights: Tensor, own: Tensor, classes: int) -> Iterator[Rows]:
+    for rows in _slices(len(own), classes):
+        near = own[found.indices[rows].clamp_min(0)]
+        yield rows, torch.zeros(len(near), classes, dtype=torch.float64).scatter_add_(1, near, weights[rows])
+
+
+def _centroids(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
+    """Cosines to the means of the classes."""
+    sums = unit.new_zeros(len(sizes), unit.shape[1]).index_add_(0, own, unit)
+    means = unit_rows(sums)
+    for rows in _slices(len(own), len(sizes)):
+        x, y = unit[rows], own[rows]
+        mine = (unit_rows(sums[y] - x) * x).sum(dim=1, keepdim=True)
+        yield rows, (x @ means.T).scatter_(1, y.unsqueeze(1), mine)
+
+
+def _discriminants(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
+    """−ln d to the means of the classes, everything as if the image were not there.
+
+    With z = L′s and M = L′m, L·L′ = W⁻¹, an image of a class of N images, ρ = z − M_y, and a = 0.7/(n − C) · N/(N − 1),
+    taking it out of W adds a·W⁻¹rr′W⁻¹/(1 − a·ρ²) to the inverse (Sherman and Morrison), and r·N/(N − 1) is its
+    distance from the mean of the others:
+
+        d²(m_c) = ‖z − M_c‖² + a·(ρ·(z − M_c))²/(1 − a·ρ²)         d²(m_y) = (N/(N − 1))² · ρ²/(1 − a·ρ²)
+    """
+    n, classes, width = len(own), len(sizes), unit.shape[1]
+    means = unit.new_zeros(classes, width).index_add_(0, own, unit) / sizes.unsqueeze(1)
+    within = unit.new_zeros(width, width)
+    for rows in _slices(n, width):
+        r = unit[rows] - means[own[rows]]
+        within += r.T @ r
+    within *= (1 - _SHRINKAGE) / (n - classes)
+    variance = float(within.trace()) / (1 - _SHRINKAGE) / width
+    within.diagonal().add_(_SHRINKAGE * variance if variance > 0 else 1.0)  # without spread: plain distances
+    factor = torch.linalg.cholesky(torch.linalg.inv(within))
+    centres = means @ factor
+    squares = centres.square().sum(dim=1)
+    for rows in _slices(n, max(classes, width)):
+        y, size = own[rows], sizes[own[rows]].double()
+        others = size / (size - 1).clamp_min(1)
+        z = unit[rows] @ factor
+        rho = z - centres[y]
+        length = rho.square().sum(dim=1)
+        a = (1 - _SHRINKAGE) / (n - classes) * others
+        left = (1 - a * length).clamp_min(1e-6)
+        plain = z.square().sum(dim=1, keepdim=True) - 2 * z @ centres.T + squares
+        turn = (rho * z).sum(dim=1, keepdim=True) - rho @ centres.T
+        distance = plain + (a / left).unsqueeze(1) * turn.square()
+        distance.scatter_(1, y.unsqueeze(1), (others.square() * length / left).unsqueeze(1))
+        yield rows, distance.clamp_min_(_TINY).log_().mul_(-0.5)
+
+
+def _slices(n: int, columns: int) -> Iterator[slice]:
+    step = max(1, _CELLS // columns)
+    return (slice(i, min(i + step, n)) for i in range(0, n, step))

@@ -1,0 +1,213 @@
+"""From scores to lists a person can go through: each finding names an image, says why in words, and shows the evidence.
+
+Lists are ranked; each is cut where reading on would hardly pay: at a tenth of the images (likely mislabelled) or a
+fiftieth (ambiguous). Of a group of duplicates, every image is listed but the one whose label is supported best.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from idml.data.layouts import counted
+from idml.embeddings import Embeddings
+from idml.evaluation.audit import Suspicion, ambiguous, mislabelled
+from idml.evaluation.audit_duplicates import DuplicateGroup, difference, duplicates
+from idml.evaluation.audit_images import AuditImages
+from idml.evaluation.neighbours import Neighbours, nearest
+
+_SHARES = {"mislabelled": 0.1, "ambiguous": 0.02}
+_AT_LEAST = 20  # listed, if there are so many
+_SHOWN = 8  # images beside the one in question
+_NEAR = 10  # neighbours that the words speak of
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One image of a list: its number among all images, and the numbers and distances of those that speak about it."""
+
+    kind: str
+    number: int
+    score: float
+    suggested: str
+    why: str
+    partners: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The lists, each in its order; the scores of all labels that could be judged; what a person should know."""
+
+    findings: list[Finding]
+    scores: Tensor
+    notes: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is audited: the images, which of them could be read [n], and what the model and the eye make of these.
+
+    ``checksums``, ``sketches`` and ``near`` are what `idml.evaluation.audit_duplicates` needs.
+    """
+
+    images: AuditImages
+    numbers: Tensor
+    embeddings: Embeddings
+    checksums: Sequence[bytes]
+    sketches: Tensor
+    near: float
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each readable image."""
+        return self.images.labels[self.numbers]
+
+    def name(self, row: int) -> str:
+        """The name of a readable image."""
+        return self.images.sources[int(self.numbers[row])].name
+
+    def label(self, row: int) -> str:
+        """The name of its class."""
+        return self.images.label(int(self.numbers[row]))
+
+    def split(self, row: int) -> str:
+        """The part it is in."""
+        return self.images.splits[int(self.numbers[row])]
+
+    def partners(self, rows: Sequence[int], distances: Sequence[float]) -> tuple[tuple[int, float], ...]:
+        """Rows as numbers, each with its distance."""
+        return tuple((int(self.numbers[row]), d) for row, d in zip(rows, distances, strict=True))
+
+
+def find(subject: Subject) -> Found:
+    """All findings about the images, kind after kind, each in its order."""
+    notes: list[str] = []
+    if len(subject.numbers) < 2:
+        raise ValueError(f"{subject.images.name}: one image has nothing to be compared with")
+    found = nearest(subject.embeddings, 50)
+    suspicion = _suspicion(subject, notes)
+    findings = [
+        *_mislabelled(subject, suspicion, found, notes),
+        *_duplicates(subject, suspicion),
+        *_ambiguous(subject, found),
+    ]
+    return Found(findings, suspicion.score[suspicion.judged], notes)
+
+
+def _suspicion(subject: Subject, notes: list[str]) -> Suspicion:
+    labels = subject.labels
+    if len(labels.unique()) < 2:
+        notes.append("all images are of one class: no label can be judged")
+        nothing = torch.full((len(labels),), -math.inf)
+        return Suspicion(nothing, labels, torch.zeros(len(labels), dtype=torch.bool))
+    suspicion = mislabelled(subject.embeddings, labels)
+    alone = int((~suspicion.judged).sum())
+    if alone:
+        notes.append(f"{counted(alone, 'image')} alone in a class: nothing speaks for or against such a label")
+    return suspicion
+
+
+def _mislabelled(subject: Subject, suspicion: Suspicion, found: Neighbours, notes: list[str]) -> list[Finding]:
+    doubtful = int((suspicion.score > 0).sum())
+    order = _first(suspicion.score, doubtful, "mislabelled")
+    if len(order) < doubtful:
+        notes.append(f"{doubtful:,} images look more like another class; the {len(order):,} most suspicious are listed")
+    labels, findings = subject.labels, []
+    for row in order:
+        suggested = int(suspicion.suggested[row])
+        rows, distances = _near(found, row)
+        theirs = labels[rows].tolist()
+        both = (suggested, int(labels[row]))
+        told = sorted(range(len(rows)), key=lambda i: (theirs[i] not in both, i))  # those of the two classes first
+        few = [[i for i in told if theirs[i] == label][: _SHOWN // 2] for label in both]
+        chosen = sorted({*few[0], *few[1]}) or list(range(min(_SHOWN, len(rows))))
+        name, own = subject.images.classes[suggested], subject.label(row)
+        counts = [sum(label == wanted for label in theirs[:_NEAR]) for wanted in both]
+        seen = min(_NEAR, len(rows))
+        why = (
+            f"the other images support {name!r} rather than {own!r}; "
+            f"of the {seen} nearest, {counts[0]} are {name!r} and {counts[1]} {own!r}"
+        )
+        partners = subject.partners([rows[i] for i in chosen], [distances[i] for i in chosen])
+        number, score = int(subject.numbers[row]), float(suspicion.score[row])
+        findings.append(Finding("mislabelled", number, score, name, why, partners))
+    return findings
+
+
+def _ambiguous(subject: Subject, found: Neighbours) -> list[Finding]:
+    labels = subject.labels
+    told = ambiguous(labels, found)
+    findings = []
+    for row in _first(told.score, int((told.score > 0).sum()), "ambiguous"):
+        rows, distances = _near(found, row)
+        theirs = labels[rows[:_NEAR]]
+        most, second = (subject.images.classes[int(x[row])] for x in (told.first, told.second))
+        why = (
+            f"its {len(theirs)} nearest images are of {counted(len(theirs.unique()), 'class')}, "
+            f"most of all {most!r} and {second!r}"
+        )
+        number, score = int(subject.numbers[row]), float(told.score[row])
+        partners = subject.partners(rows[:_SHOWN], distances[:_SHOWN])
+        findings.append(Finding("ambiguous", number, score, "", why, partners))
+    return findings
+
+
+def _duplicates(subject: Subject, suspicion: Suspicion) -> list[Finding]:
+    splits = [subject.split(row) for row in range(len(subject.numbers))]
+    groups = duplicates(
+        subject.embeddings, subject.checksums, subject.sketches, subject.labels.tolist(), splits, near=subject.near
+    )
+    groups.sort(key=lambda group: (not group.across_classes, not group.across_splits, group.difference, group.rows))
+    return [finding for group in groups for finding in _group(subject, group, suspicion)]
+
+
+def _group(subject: Subject, group: DuplicateGroup, suspicion: Suspicion) -> list[Finding]:
+    """A finding for each image of the group but the one whose label is supported best (the first of equals)."""
+    score = suspicion.score.where(suspicion.judged, math.inf)
+    best = min(group.rows, key=lambda row: (float(score[row]), row))
+    findings = []
+    for row in group.rows:
+        if row == best:
+            continue
+        what = "the same pixels as" if _same(subject, row, best) else "nearly the same image as"
+        words = [f"{what} {subject.name(best)!r}"]
+        other = subject.label(best) != subject.label(row)
+        if other:
+            words.append(f"which is labelled {subject.label(best)!r}")
+        if subject.split(best) != subject.split(row):
+            words.append(f"which is in {subject.split(best)}")
+        if len(group.rows) > 2:
+            words.append(f"{len(group.rows)} images in all")
+        rows = [best, *(r for r in group.rows if r not in (row, best))][:_SHOWN]
+        unit = subject.embeddings[[row, *rows]].unit
+        distances = torch.linalg.vector_norm(unit[1:] - unit[:1], dim=1).tolist()
+        alike = 1 - float(difference(subject.sketches, torch.tensor([row]), torch.tensor([best])))
+        findings.append(
+            Finding(
+                "duplicate",
+                int(subject.numbers[row]),
+                1.0 if _same(subject, row, best) else alike,
+                subject.label(best) if other else "",
+                ", ".join(words),
+                subject.partners(rows, distances),
+            )
+        )
+    return findings
+
+
+def _same(subject: Subject, row: int, other: int) -> bool:
+    return subject.checksums[row] == subject.checksums[other]
+
+
+def _first(score: Tensor, count: int, kind: str) -> list[int]:
+    """The rows of the largest scores, at most ``count`` and the list's share; the first of equals first."""
+    most = min(count, max(_AT_LEAST, round(_SHARES[kind] * len(score))))
+    rows: list[int] = score.argsort(descending=True, stable=True)[:most].tolist()
+    return rows
+
+
+def _near(found: Neighbours, row: int) -> tuple[list[int], list[float]]:
+    rows, distances = found.indices[row], found.distances[row]
+    return rows[rows >= 0].tolist(), distances[rows >= 0].tolist()

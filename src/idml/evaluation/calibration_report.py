@@ -1,0 +1,139 @@
+"""The page of a calibration: what is promised, whether P is what it says, and what every score is worth."""
+
+import html
+from typing import TYPE_CHECKING, Any
+
+from idml.evaluation.comparison import P
+from idml.html import drawing, page, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TITLES = {"labelled": "Galleries with labels", "unlabelled": "Galleries without labels"}
+_PROMISED = (
+    "A promise speaks of queries drawn like these, each on its own: as many of them unknown, the same kind of images, "
+    "a gallery like this one. Then, for each wished error rate, at most that share of the answers <em>match</em> is "
+    "wrong (an unknown query answered so is wrong too) with 90 % confidence: one calibration in ten may fail. "
+    "Nothing is promised about a single query, about another kind of image, or for a gallery that has changed much. "
+    "Queries of one class are alike, so for new classes the promises are estimates."
+)
+_RELIABILITY = (
+    "Left: of the queries whose P(right) falls into a bin, the share that was right, with its 95 % interval; the line "
+    "is where P is exactly what it says. Dots are larger where more queries fall into the bin. Right: the share of "
+    "queries that is answered <em>match</em> for each wished error rate; 0 where it cannot be promised."
+)
+_SCORES = (
+    "Each is judged on classes that had no part in its fit, with 95 % intervals over resampled classes. R-AUROC: how "
+    "often a wrong answer has a larger score than a right one (0.5 is chance). AUGRC × 1000: errors weighted by how "
+    "certain they were (smaller is better). Tells unknown: AUROC for queries whose class is not in the gallery."
+)
+
+
+def build_page(result: dict[str, Any]) -> bytes:
+    """The page; ``result`` is what `idml.evaluation.calibrate.calibrate_run` returns."""
+    trained = f", trained by {result['method']}" if result["method"] else ""
+    counts = (
+        f"{result['queries']:,} queries of {result['classes']:,} classes that the run was not trained on, against "
+        f"{result['gallery']:,} images. {result['unknown_queries']:,} queries have no image of their class there "
+        f"({result['unknown_classes']:,} classes were kept out of the gallery). {result['right']:,} first results are "
+        f"right. Half of the queries fitted P(right), the other half carries the promises."
+    )
+    parts = [
+        f"<h1>Calibration on {html.escape(result['data'])}</h1>",
+        f"<p>Model {html.escape(result['model'])}{html.escape(trained)}. {counts}</p>",
+        "".join(f"<p>{html.escape(line)}</p>" for line in result["notes"]),
+        "<h2>In words</h2>",
+        "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in result["words"]) + "</ul>",
+        f"<h2>What is promised, and what is not</h2><p>{_PROMISED}</p>",
+    ]
+    for kind, title in _TITLES.items():
+        parts += [f"<h2>{title}</h2>", *_kind(result[kind], title)]
+    return page(f"calibration on {result['data']}", *parts)
+
+
+def _kind(figures: dict[str, Any], title: str) -> list[str]:
+    ece = "not known" if figures["ece"] is None else f"{figures['ece']:.3f}"
+    novelty = figures["novelty"]
+    told, sent = novelty["told"], novelty["sent_away"]
+    away = [[f"{float(share):.0%}", _percent(told[share]), _percent(sent[share])] for share in told]
+    return [
+        f"<p>P(right) comes from: {html.escape(figures['chosen'])}. Expected calibration error {ece} on "
+        f"{figures['counted']:,} queries.</p>",
+        _figure(figures, title),
+        f"<p>{_RELIABILITY}</p>",
+        table(["wished error rate", "answered", "wrong among them", "P from", "if not"], _promises(figures)),
+        f"<h3>Scores</h3><p>{_SCORES}</p>",
+        table(["score", "R-AUROC", "AUGRC × 1000", "tells unknown", ""], _scores(figures)),
+        "<h3>Not in the collection</h3>",
+        f"<p>By {html.escape(novelty['score'])}; {novelty['unknown']:,} unknown queries were counted.</p>",
+        table(["known queries that may be sent away", "unknown ones told", "known ones sent away"], away),
+        "<h3>Result sets that hold a right image</h3>",
+        table(["sets of known queries that may miss", "mean size", "if not"], _sets(figures)),
+    ]
+
+
+def _promises(figures: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for promise in figures["promises"]:
+        cells = ["–", "–", "–", _why(promise)]
+        if promise["possible"]:
+            wrong = f"{promise['wrong']:,} of {promise['answered']:,}"
+            cells = [f"{promise['coverage']:.1%}", wrong, f"{promise['threshold']:.3f}", ""]
+        rows.append([f"{promise['max_error']:.0%}", *cells])
+    return rows
+
+
+def _scores(figures: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, values in figures["scores"].items():
+        spans = values["intervals"]
+        mark = "best single score" if name == figures["best"] else ""
+        if name == P and figures["gain"]["r_auroc"] is not None and figures["gain"]["r_auroc"] < 0:
+            mark = "below the best single score"
+        cells = [(values[k], spans[k], f) for k, f in (("r_auroc", 1), ("augrc", 1000), ("unknown", 1))]
+        rows.append([name, *(_value(*cell) for cell in cells), mark])
+    return rows
+
+
+def _sets(figures: dict[str, Any]) -> list[list[str]]:
+    return [
+        [f"{s['max_missed']:.0%}", f"{s['mean_size']:.1f}" if s["possible"] else "–", _why(s)] for s in figures["sets"]
+    ]
+
+
+def _why(promise: dict[str, Any]) -> str:
+    """The reason without its beginning, which the row says already."""
+    return str(promise["reason"]).rpartition(" here: ")[2]
+
+
+def _value(value: float | None, span: list[float] | None, factor: float) -> str:
+    if value is None:
+        return "not defined"
+    digits = 1 if factor > 1 else 3
+    text = f"{factor * value:.{digits}f}"
+    return text if span is None else f"{text} [{factor * span[0]:.{digits}f}, {factor * span[1]:.{digits}f}]"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _figure(figures: dict[str, Any], title: str) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _reliability(left, figures)
+    errors, coverage = zip(*figures["curve"], strict=True)
+    right.step([100 * e for e in errors], [100 * c for c in coverage], where="post", color="C0")
+    right.set(xlabel="wished error rate, %", ylabel="queries answered, %", xlim=(0, 50), ylim=(0, 101))
+    return drawing(figure, f"{title}: reliability diagram of P(right), and queries answered against wished error rate")
+
+
+def _reliability(axes: "Axes", figures: dict[str, Any]) -> None:
+    axes.plot([0, 100], [0, 100], color="0.6", linestyle="dotted")
+    for b in figures["bins"]:
+        x, y, (low, high) = 100 * b["probability"], 100 * b["accuracy"], b["interval"]
+        axes.plot([x, x], [100 * low, 100 * high], color="C0", linewidth=1.5)
+        axes.plot([x], [y], marker="o", color="C0", markersize=4 + 14 * (b["count"] / figures["counted"]) ** 0.5)
+    axes.set(xlabel="P(right), %", ylabel="right, %", xlim=(0, 100), ylim=(0, 101))

@@ -1,0 +1,208 @@
+"""`idml audit … --review`: a page on this machine that shows one suspicious image at a time and keeps what is decided.
+
+It listens on the loopback interface only, for the one who audits. Requests under another host name, or sent by another
+site's page, are refused, so that no page elsewhere can read the images or decide anything.
+"""
+
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from idml.server.reviewing import ALL, Review
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.requests import Request
+
+PORT = 8770
+_HOSTS = ("127.0.0.1", "localhost")
+_STATIC = {"index.html": "text/html", "style.css": "text/css", "review.js": "text/javascript"}
+_LARGE, _SMALL = 768, 192  # pixels along the longer side
+_BODY = 10_000  # bytes of a request
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+def serve_review(
+    folder: str | Path,
+    data: str,
+    *,
+    split: str = "official",
+    port: int = PORT,
+    note: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Serve the review of the audit in ``folder`` on 127.0.0.1 until it is interrupted; port 0 takes any free one."""
+    import uvicorn
+
+    if not 0 <= port < 65536:
+        raise ValueError(f"a port lies in 0 … 65535, got {port}")
+    app = review_app(folder, data, split=split)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise OSError(f"cannot listen on port {port} ({error.strerror}); give another by --port") from None
+        note(f"review at http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C ends it; decisions are kept at once)")
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+
+
+def review_app(folder: str | Path, data: str, *, split: str = "official") -> "FastAPI":
+    """The application that reviews the audit in ``folder``; ``data`` and ``split`` are those it was made with."""
+    from fastapi import FastAPI
+    from fastapi.exceptions import RequestValidationError
+    from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from idml.server.replies import Json, Refusal
+
+    review = Review(Path(folder), data, split)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        with suppress(ValueError):  # images in a tar: the button says it
+            if review.settled().images():
+                review.clean()
+
+    app = FastAPI(title="idml audit review", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+
+    @app.middleware("http")
+    async def guarded(request: Request, following: Callable[[Request], Awaitable[Response]]) -> Response:
+        stranger = _stranger(request)
+        response = await following(request) if stranger is None else Refusal(403, stranger).response()
+        response.headers.update(_HEADERS)
+        return response
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, refusal: Refusal) -> Response:
+        return refusal.response()
+
+    @app.exception_handler(HTTPException)
+    async def failed(request: Request, error: HTTPException) -> Response:
+        return Refusal(error.status_code, str(error.detail)).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return Refusal(422, f"{first['loc'][-1]}: {first['msg']}").response()
+
+    @app.exception_handler(ValueError)
+    async def impossible(request: Request, error: ValueError) -> Response:
+        return Refusal(422, str(error)).response()
+
+    @app.exception_handler(OSError)
+    async def broken(request: Request, error: OSError) -> Response:
+        return Refusal(507, f"nothing was kept: {error.strerror or error}").response()
+
+    def picture(number: int, side: int) -> Response:
+        if number not in review.shown:
+            raise Refusal(404, f"the audit names no image {number}")
+        try:
+            data = review.picture(number, side)
+        except (ValueError, OSError) as error:
+            raise Refusal(404, str(error)) from None
+        return Response(data, media_type="image/jpeg", headers={"cache-control": "private, max-age=60"})
+
+    @app.get("/")
+    def page() -> Response:
+        return static("index.html")
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in _STATIC:
+            raise Refusal(404, "there is no such file")
+        content = (files("idml.server") / "static_review" / name).read_bytes()
+        return Response(content, media_type=_STATIC[name], headers={"cache-control": "no-cache"})
+
+    @app.get("/favicon.ico")
+    def icon() -> Response:
+        return Response(status_code=204)
+
+    @app.get("/api/review")
+    def about() -> Response:
+        told = review.audit
+        size = f"{told['images']:,} images of {told['classes']:,} classes"
+        words = f"{told['data']}: {size}, as {told['model']} sees them"
+        return Json({"about": words, "notes": told["notes"]})
+
+    @app.get("/api/next")
+    def following(kind: str = ALL, after: int = -1, decided: bool = False) -> Response:
+        return Json(review.told(review.next(kind, after, decided=decided)))
+
+    @app.get("/api/labels")
+    def labels(text: str = "") -> Response:
+        return Json({"labels": review.labels(text)})
+
+    @app.get("/api/images/{number}")
+    def image(number: int) -> Response:
+        return picture(number, _LARGE)
+
+    @app.get("/api/thumbnails/{number}")
+    def thumbnail(number: int) -> Response:
+        return picture(number, _SMALL)
+
+    @app.post("/api/decisions")
+    async def decide(request: Request) -> Response:
+        given = await _body(request)
+        place, decision, label = given.get("item"), given.get("decision"), given.get("label", "")
+        if type(place) is not int or not isinstance(decision, str) or not isinstance(label, str):
+            raise Refusal(422, "a decision has an item (a number), a decision and, to relabel, a label")
+        if not 0 <= place < len(review.findings):
+            raise Refusal(404, f"the audit has no item {place}")
+        await run_in_threadpool(review.decide, place, decision, label.strip())
+        return Json(await run_in_threadpool(review.told, place))
+
+    @app.post("/api/cleaned")
+    async def clean(request: Request) -> Response:
+        await _body(request)
+        return Json(asdict(await run_in_threadpool(review.clean)))
+
+    return app
+
+
+def _stranger(request: "Request") -> str | None:
+    """Why a request is not from the one who audits: sent to another name (DNS rebinding), or by another site's page."""
+    host = request.headers.get("host", "")
+    if host.rsplit(":", 1)[0].lower() not in _HOSTS:
+        return "the review answers to 127.0.0.1 and localhost only"
+    origin = request.headers.get("origin")
+    if origin is not None and origin.lower() != f"http://{host}".lower():
+        return "the review answers to its own page only"
+    linked = request.url.path == "/"  # a link to the page may stand anywhere
+    if not linked and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        return "the review answers to its own page only"
+    return None
+
+
+async def _body(request: "Request") -> dict[str, Any]:
+    """The JSON object that was sent. A form, which another site's page could send, is none."""
+    from idml.server.replies import Refusal
+
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refusal(415, "send application/json")
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > _BODY:
+            raise Refusal(413, f"a decision has at most {_BODY:,} bytes")
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Refusal(422, "the body is not JSON") from None
+    if not isinstance(given, dict):
+        raise Refusal(422, "the body is not a JSON object")
+    return given

@@ -1,0 +1,83 @@
+// The answer to a query, first and large, and the images it rests on.
+import { at, count, icon, make, number, percent, sentence } from "./dom.js";
+import { gallery } from "./gallery.js";
+import { smallTile, tile } from "./items.js";
+
+const STATES = {
+  match: { words: "Match", look: "match" },
+  unsure: { words: "Unsure", look: "unsure" },
+  "not in the collection": { words: "Not in the collection", look: "novel" },
+};
+
+/** What is shown while the service looks: the old answer, if it is to the same image. */
+export function showWaiting(sameImage) {
+  at("answer").setAttribute("aria-busy", "true");
+  if (sameImage) return;
+  at("answer").replaceChildren(make("p", { className: "waiting" }, "Looking…"));
+  at("results").hidden = true;
+}
+
+/** No answer came; the line for errors says why. */
+export function showNothing() {
+  at("answer").removeAttribute("aria-busy");
+  at("answer").replaceChildren();
+  at("results").hidden = true;
+}
+
+/** Show a reply of /api/search. */
+export function showReply(reply) {
+  const { words, look } = STATES[reply.state];
+  const label = reply.state === "match" ? (reply.results[0]?.label ?? null) : null;
+  const verdict = make("h3", { className: "verdict" }, words);
+  if (label !== null) verdict.append(": ", make("bdi", {}, label));
+  const body = make("div", {}, verdict, make("p", { className: "reason" }, sentence(reply.reason)), ...chances(reply));
+  const told = reply.notes.filter((note) => note !== gallery.drift); // that one stands at the promise
+  for (const note of told) body.append(make("p", { className: "note" }, sentence(note)));
+  body.append(numbers(reply));
+  at("answer").removeAttribute("aria-busy");
+  at("answer").replaceChildren(make("div", { className: `answer ${look}` }, icon(look), body));
+  const reading = at("found").contains(document.activeElement);
+  at("found").replaceChildren(...reply.results.map(found));
+  at("results").hidden = reply.results.length === 0;
+  if (reading && !at("results").hidden) at("results-title").focus(); // what had the focus is gone
+}
+
+/** The numbers that decided, as sentences; what sent a query away is how unusual it is, so that comes first then. */
+function chances({ state, calibrated, probability, novelty }) {
+  const line = (...words) => make("p", { className: "chance" }, ...words);
+  if (!calibrated || probability === null) return [line("A guess: without a calibration there is no probability.")];
+  const right = line(make("strong", {}, percent(probability)), " probability that the first result is right");
+  if (state !== "not in the collection" || novelty === null) return [right];
+  return [line(make("strong", {}, percent(novelty)), " of images that belong here are as unusual as yours"), right];
+}
+
+/** What the answer was made from, for those who want to know. */
+function numbers({ novelty, level, took_ms }) {
+  const facts = {
+    "Usual for the collection (p-value)": number(novelty),
+    "Uncertainty of your image": number(level),
+    "Answered in": `${Math.round(took_ms)} ms`,
+  };
+  const list = make("dl", {});
+  for (const [term, fact] of Object.entries(facts)) list.append(make("dt", {}, term), make("dd", {}, fact));
+  return make("details", {}, make("summary", {}, "In numbers"), list);
+}
+
+/** One result, with its near duplicates folded into it. */
+function found(result) {
+  const facts = [`distance ${number(result.distance)}`];
+  if (result.probability !== null) facts.unshift(`${percent(result.probability)} likely`);
+  const button = tile(result, ...facts);
+  if (result.probability !== null) {
+    const bar = make("span", { className: "bar", "aria-hidden": "true" });
+    bar.style.setProperty("--share", result.probability);
+    button.querySelector(".fact").after(bar);
+  }
+  return make("li", {}, button, result.duplicates.length ? duplicates(result.duplicates) : null);
+}
+
+function duplicates(ids) {
+  const tiles = ids.map((id, i) => smallTile(id, `Near duplicate ${i + 1} of ${ids.length}`));
+  const words = `+${count(ids.length, "near duplicate")}`;
+  return make("details", {}, make("summary", {}, words), make("div", { className: "duplicates" }, ...tiles));
+}

@@ -1,0 +1,217 @@
+"use strict";
+// One image at a time. Everything that comes from the data set goes through textContent or an attribute, never HTML.
+const KINDS = {
+  all: "all",
+  mislabelled: "likely mislabelled",
+  duplicate: "duplicates",
+  ambiguous: "ambiguous",
+};
+const TITLES = {mislabelled: "Likely mislabelled", duplicate: "Duplicate", ambiguous: "Ambiguous"};
+const SAID = {keep: "Kept", relabel: "Relabelled", exclude: "Excluded", undo: "Undone"};
+const at = (id) => document.getElementById(id);
+const state = {kind: "all", item: null, busy: false, made: []};
+
+async function ask(path, body) {
+  const options = body === undefined ? {} : {
+    method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body),
+  };
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch {
+    throw new Error("The review no longer answers. Is the command still running?");
+  }
+  const told = await answer.json().catch(() => ({error: `HTTP ${answer.status}`}));
+  if (!answer.ok) throw new Error(told.error);
+  return told;
+}
+
+// Runs one action at a time: a key that is held down decides nothing twice.
+async function act(action) {
+  if (state.busy) return;
+  state.busy = true;
+  at("alert").textContent = "";
+  try {
+    await action();
+  } catch (error) {
+    at("alert").textContent = error.message;
+  } finally {
+    state.busy = false;
+  }
+}
+
+function showProgress(progress) {
+  for (const [kind, words] of Object.entries(KINDS)) {
+    const counts = progress[kind];
+    at(`count-${kind}`).textContent = `${words} (${counts.open} of ${counts.total} open)`;
+  }
+  const {open, total} = progress[state.kind];
+  at("bar").max = Math.max(total, 1);
+  at("bar").value = total - open;
+  at("progress").textContent = `${total - open} of ${total} decided`;
+}
+
+function verdict(item) {
+  if (!item.decision) return "";
+  const {decision, new_label: label, time} = item.decision;
+  return `${SAID[decision]}${label ? ` to ${label}` : ""} on ${time.slice(0, 10)}.`;
+}
+
+function partner(found, item) {
+  const entry = document.createElement("li");
+  const figure = document.createElement("figure");
+  const image = document.createElement("img");
+  const caption = document.createElement("figcaption");
+  image.src = `/api/thumbnails/${found.number}`;
+  image.alt = `${found.image}, ${found.label}`;
+  if (item.suggested && found.label === item.suggested) image.className = "same";
+  caption.textContent = `${found.label} (${found.split}), ${found.distance.toFixed(3)}`;
+  caption.title = found.image;
+  figure.append(image, caption);
+  entry.append(figure);
+  return entry;
+}
+
+function show(told) {
+  const item = state.item = told.item;
+  showProgress(told.progress);
+  at("item").hidden = !item;
+  at("done").hidden = Boolean(item);
+  if (!item) {
+    at("done").focus({preventScroll: true});
+    return;
+  }
+  at("title").textContent = `${TITLES[item.kind]}, number ${item.rank}: ${item.label}`;
+  at("why").textContent = item.why;
+  at("verdict").textContent = verdict(item);
+  at("image").src = `/api/images/${item.number}`;
+  at("image").alt = `${item.image}, labelled ${item.label}`;
+  at("caption").textContent = `${item.image}: labelled ${item.label}, in ${item.split}, score ${item.score.toFixed(3)}`;
+  at("partners-title").textContent = item.kind === "duplicate" ? "Its duplicates" : "Its nearest images";
+  at("partners").replaceChildren(...item.partners.map((found) => partner(found, item)));
+  at("label").value = item.suggested;
+  at("title").focus({preventScroll: true});
+}
+
+async function next(after) {
+  const query = new URLSearchParams({kind: state.kind, decided: at("decided").checked});
+  if (after !== undefined) query.set("after", after);
+  show(await ask(`/api/next?${query}`));
+}
+
+function decide(decision) {
+  return act(async () => {
+    const item = state.item;
+    if (!item) return;
+    const body = {item: item.id, decision};
+    if (decision === "relabel") {
+      body.label = at("label").value.trim();
+      if (!body.label) {
+        at("label").focus();
+        at("status").textContent = "Type the new label, then press Enter.";
+        return;
+      }
+    }
+    const told = await ask("/api/decisions", body);
+    state.made.push(item.id);
+    const to = decision === "relabel" ? ` to ${body.label}` : "";
+    at("status").textContent = `${SAID[decision]}: ${told.item.image}${to}.`;
+    await next(item.id);
+  });
+}
+
+function undo() {
+  return act(async () => {
+    if (!state.made.length) {
+      at("status").textContent = "There is nothing to undo in this tab.";
+      return;
+    }
+    const told = await ask("/api/decisions", {item: state.made.at(-1), decision: "undo"});
+    state.made.pop();
+    at("status").textContent = `Undone: ${told.item.image} is open again.`;
+    show(told);
+  });
+}
+
+function skip() {
+  return act(async () => {
+    if (!state.item) return;
+    at("status").textContent = "Skipped.";
+    await next(state.item.id);
+  });
+}
+
+function clean() {
+  return act(async () => {
+    const told = await ask("/api/cleaned", {});
+    const counts = `${told.images} images, ${told.relabelled} relabelled, ${told.excluded} excluded`;
+    at("status").textContent = [`Written: ${told.path} (${counts}).`, ...told.notes].join(" ");
+  });
+}
+
+let asked = 0;
+async function complete() {
+  const mine = ++asked;
+  const found = await ask(`/api/labels?${new URLSearchParams({text: at("label").value})}`).catch(() => null);
+  if (!found || mine !== asked) return;
+  at("labels").replaceChildren(...found.labels.map((label) => {
+    const option = document.createElement("option");
+    option.value = label;
+    return option;
+  }));
+}
+
+function filters() {
+  for (const kind of Object.keys(KINDS)) {
+    const label = document.createElement("label");
+    const input = document.createElement("input");
+    const count = document.createElement("span");
+    input.type = "radio";
+    input.name = "kind";
+    input.value = kind;
+    input.checked = kind === state.kind;
+    input.addEventListener("change", () => act(async () => {
+      state.kind = kind;
+      await next();
+    }));
+    count.id = `count-${kind}`;
+    label.append(input, count);
+    at("kinds").append(label);
+  }
+}
+
+function key(event) {
+  if (event.ctrlKey || event.altKey || event.metaKey || event.repeat) return;
+  if (event.target === at("label")) {
+    if (event.key === "Escape") at("title").focus();
+    return;
+  }
+  if (!at("keys").checked) return;  // for those who dictate, or whose screen reader uses such keys
+  const actions = {
+    k: () => decide("keep"), r: () => decide("relabel"), d: () => decide("exclude"), s: skip, u: undo,
+  };
+  const action = actions[event.key.toLowerCase()];
+  if (!action) return;
+  event.preventDefault();
+  action();
+}
+
+at("keep").addEventListener("click", () => decide("keep"));
+at("exclude").addEventListener("click", () => decide("exclude"));
+at("skip").addEventListener("click", skip);
+at("undo").addEventListener("click", undo);
+at("clean").addEventListener("click", clean);
+at("decided").addEventListener("change", () => act(() => next()));
+at("label").addEventListener("input", complete);
+at("image").addEventListener("error", () => { at("status").textContent = "The image cannot be shown."; });
+at("actions").addEventListener("submit", (event) => {
+  event.preventDefault();
+  decide("relabel");
+});
+document.addEventListener("keydown", key);
+filters();
+act(async () => {
+  const about = await ask("/api/review");
+  at("about").textContent = about.about;
+  await next();
+});

@@ -1,0 +1,122 @@
+"""The map of a gallery: alike is near, and it is drawn only when something changed."""
+
+import json
+import math
+
+import pytest
+import torch
+from made_images import DIMENSIONS, as_items, cloud, save_run
+
+import idml.search.map
+from idml import Embeddings
+from idml.search.gallery import Gallery
+from idml.search.map import gallery_map
+
+pytestmark = pytest.mark.usefixtures("_no_waiting")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def gallery(run, tmp_path):
+    with Gallery.create(tmp_path / "g", run) as made:
+        yield made
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """How often a map was drawn."""
+    calls, draw = [], idml.search.map._draw
+    monkeypatch.setattr(idml.search.map, "_draw", lambda units: calls.append(len(units)) or draw(units))
+    return calls
+
+
+def test_alike_is_near(gallery):
+    embeddings, labels = cloud(4, 15, noise=0.1)
+    items = as_items(labels.tolist())
+    gallery.put(items, embeddings)
+    points = gallery_map(gallery)
+    assert {p.id: p.label for p in points} == {item.id: item.label for item in items}
+    levels = dict(zip([item.id for item in items], embeddings.level.tolist(), strict=True))
+    assert all(p.level == pytest.approx(levels[p.id]) for p in points)
+    assert all(0 <= p.x <= 1 and 0 <= p.y <= 1 for p in points)
+    assert max(max(p.x for p in points) - min(p.x for p in points), max(p.y for p in points)) == pytest.approx(
+        1, abs=0.01
+    )
+    right = 0
+    for p in points:
+        near = min((q for q in points if q is not p), key=lambda q: math.dist((p.x, p.y), (q.x, q.y)))
+        right += near.label == p.label
+    assert right == 60
+
+
+def test_it_is_kept_until_items_change(gallery, run, tmp_path, drawn):
+    embeddings, labels = cloud(3, 4)
+    items = as_items(labels.tolist())
+    gallery.put(items, embeddings)
+    first = gallery_map(gallery)
+    assert gallery_map(gallery) == first
+    gallery.relabel({items[0].id: "other"})
+    assert {p.id: p.label for p in gallery_map(gallery)}[items[0].id] == "other"
+    with Gallery.open(gallery.place) as reader:
+        assert [p[:3] for p in gallery_map(reader)] == [p[:3] for p in first]
+    assert drawn == [12]
+    gallery.remove([items[1].id])
+    assert len(gallery_map(gallery)) == 11
+    assert drawn == [12, 11]
+    for damage in (b"", b"{", b"[]", b'{"key": "x"}', b"\xff", json.dumps({"key": 1, "places": [[1, 2]]}).encode()):
+        (tmp_path / "g" / "map.json").write_bytes(damage)
+        assert len(gallery_map(gallery)) == 11
+    assert len(drawn) == 8
+
+
+def test_large_galleries_are_drawn_in_part(gallery, drawn):
+    embeddings, labels = cloud(3, 20)
+    gallery.put(as_items(labels.tolist()), embeddings)
+    some = {p.id for p in gallery_map(gallery, limit=12)}
+    assert len(some) == 12
+    new = as_items([1], first=500)
+    gallery.put(new, cloud(1, 1)[0])
+    after = {p.id for p in gallery_map(gallery, limit=12)}
+    assert len(some - after) <= 1  # the others stay
+    with pytest.raises(ValueError, match="needs at least one item"):
+        gallery_map(gallery, limit=0)
+
+
+@pytest.mark.parametrize("items", [0, 1, 2, 3, 4, 5, 9])
+def test_small_galleries(gallery, items):
+    if items:
+        embeddings, labels = cloud(items, 1)
+        gallery.put(as_items(labels.tolist()), embeddings)
+    points = gallery_map(gallery)
+    assert len({(p.x, p.y) for p in points}) == items
+    assert all(0 <= p.x <= 1 and 0 <= p.y <= 1 for p in points)
+
+
+def test_items_that_are_all_the_same(gallery):
+    for n, s in enumerate((torch.ones(6, DIMENSIONS), torch.zeros(6, DIMENSIONS))):
+        gallery.put(as_items([0] * 6, first=100 * n), Embeddings(s, torch.zeros(6, DIMENSIONS)))
+        assert all(math.isfinite(p.x + p.y) for p in gallery_map(gallery))
+
+
+def test_a_place_where_nothing_can_be_written(gallery, monkeypatch, drawn):
+    gallery.put(as_items([0] * 5), cloud(1, 5)[0])
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(idml.search.map, "write_whole", full)
+    assert len(gallery_map(gallery)) == len(gallery_map(gallery)) == 5
+    assert drawn == [5, 5]
+
+
+def test_in_milvus_it_is_kept_in_the_cache(gallery, tmp_path, monkeypatch, drawn):
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
+    gallery.put(as_items([0] * 5), cloud(1, 5)[0])
+    gallery.roots = None  # as it is in Milvus
+    assert gallery_map(gallery) == gallery_map(gallery)
+    assert drawn == [5]
+    assert len(list((tmp_path / "cache").iterdir())) == 1

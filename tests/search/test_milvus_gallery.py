@@ -1,0 +1,46 @@
+"""A whole gallery in a real Milvus server: the answers are those of the same gallery in a folder."""
+
+from dataclasses import astuple, replace
+
+import pytest
+from made_images import as_items, encoded, fit_calibrations, picture, save_run, write_picture
+from milvus_server import milvus  # noqa: F401 (a fixture)
+
+from idml.search.engines import Added
+from idml.search.folder import index_folder
+from idml.search.gallery import Gallery, Upload, open_or_create
+from idml.search.map import gallery_map
+
+
+def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):  # noqa: F811 (the fixture)
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
+    run, place = save_run(tmp_path / "run"), milvus.place("whole_gallery")
+    stored, labels, queries, _ = fit_calibrations(run)
+    queries = queries[:20]
+    with open_or_create(place, run) as gallery, Gallery.create(tmp_path / "g", run) as folder:
+        assert gallery.search([picture(1)])[0].answer.reason == "the collection is empty"
+        for own in (gallery, folder):
+            own.put(as_items(labels.tolist()), stored)
+        assert gallery.status() == folder.status()
+        assert gallery.promises() == folder.promises()
+        for found, expected in zip(gallery.reply(queries, 5), folder.reply(queries, 5), strict=True):
+            assert [r.id for r in found.results] == [r.id for r in expected.results]
+            assert (found.answer.state, found.answer.reason) == (expected.answer.state, expected.answer.reason)
+            assert found.answer.probability == pytest.approx(expected.answer.probability, abs=1e-5)
+            assert found.notes == expected.notes == ()
+        upload = Upload(encoded(picture(1)), "c1")
+        assert [gallery.add([upload]), gallery.add([replace(upload, label="c2")])] == [Added(1, 0, 0), Added(0, 1, 0)]
+        assert (gallery.get(upload.id).label, gallery.get(upload.id).path) == ("c2", "")
+        assert gallery.image_file(upload.id) is None
+        assert gallery.thumbnail(upload.id).startswith(b"\xff\xd8")
+        assert gallery.search([picture(1)])[0].results[0].id == upload.id
+        assert gallery.remove([upload.id, "unknown"]) == 1
+    for n in range(4):
+        write_picture(tmp_path / "photos" / f"c{n % 2}" / f"{n}.png", n)
+    write_picture(bytes(tmp_path / "photos") + b"/caf\xe9/x.png", 5)
+    with Gallery.open(place, run=run, write=True) as gallery:
+        assert astuple(index_folder(gallery, tmp_path / "photos")) == (5, 0, 0, 0, 0)
+        (tmp_path / "photos" / "c0" / "0.png").unlink()
+        assert astuple(index_folder(gallery, tmp_path / "photos")) == (0, 0, 4, 1, 0)
+        assert gallery.status().items == len(gallery) == 604
+        assert len(gallery_map(gallery, limit=20)) == 20

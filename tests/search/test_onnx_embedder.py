@@ -1,0 +1,241 @@
+"""Embeddings by ONNX Runtime: those of torch, from a file that fits the model."""
+
+import logging
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from idml.export import export_onnx
+from idml.model import FILE, build_model, fingerprint, save_model
+from idml.search import onnx_embedder
+from idml.search.embedder import open_embedder
+from idml.search.onnx_embedder import BATCH, OnnxEmbedder
+
+ONNX = "model.onnx"
+VARIANTS = [{}, {"in_chans": 1, "uncertainty": "gaussian"}]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """For each variant the bytes of a model and of its export, made once because an export takes seconds."""
+    files = []
+    for i, config in enumerate(VARIANTS):
+        folder = tmp_path_factory.mktemp(f"run{i}")
+        model = build_model("conv4", embedding_dim=8, image_size=28, **config)
+        model(torch.rand(4, model.config.in_chans, 28, 28))
+        model.uncertainty.scale *= 600
+        save_model(model, folder)
+        export_onnx(folder, folder / ONNX)
+        files.append({name: (folder / name).read_bytes() for name in (FILE, ONNX)})
+    return files
+
+
+def place(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """A run with its model.onnx."""
+    return place(tmp_path / "run", made[0])
+
+
+@pytest.fixture
+def exports(made, tmp_path, monkeypatch):
+    """The exports that were asked for; they come from those made before."""
+    known = {fingerprint(place(tmp_path / f"known{i}", files)): files[ONNX] for i, files in enumerate(made)}
+    asked = []
+
+    def export(run, out):
+        asked.append(run)
+        out.write_bytes(known[fingerprint(run)])
+
+    monkeypatch.setattr(onnx_embedder, "export_onnx", export)
+    return asked
+
+
+def pictures(count, seed=0):
+    """RGB pictures of all shapes, the first black and narrow."""
+    noise = np.random.default_rng(seed)
+    sizes = noise.integers(5, 90, (count, 2))
+    images = [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
+    return [Image.new("RGB", (60, 3)), *images[1:]]
+
+
+def same(found, wanted):
+    """Within 1e-4, and within 1e-4 of a row's largest value where all its values are small."""
+    for ours, theirs in ((found.semantic, wanted.semantic), (found.uncertainty, wanted.uncertainty)):
+        scale = 1.0 if theirs.shape[1] == 0 else theirs.abs().amax(dim=1, keepdim=True).clamp_max(1.0)
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_as_torch(tmp_path, made, variant):
+    run = place(tmp_path / "run", made[variant])
+    ours, theirs = open_embedder(run, runtime="onnx"), open_embedder(run)
+    assert isinstance(ours, OnnxEmbedder)
+    for name in ("fingerprint", "dimensions", "uncertainty"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    images = pictures(2 * BATCH + 3)
+    for count in (1, BATCH, BATCH + 1, len(images)):
+        found = ours.embed(images[:count])
+        assert len(found) == count
+        same(found, theirs.embed(images[:count]))
+    assert found.semantic.std() > 1e-3
+    assert found.uncertainty.std() > 1e-4
+
+
+def test_an_image_is_embedded_the_same_in_any_company(run):
+    embedder, images = OnnxEmbedder(run), pictures(BATCH + 5)
+    together = embedder.embed(images)
+    for i in (0, 3, BATCH, BATCH + 4):
+        same(embedder.embed([images[i]]), together[i])
+
+
+def test_threads_may_share_one(run):
+    embedder, images = OnnxEmbedder(run), pictures(6)
+    wanted, found = embedder.embed(images), {}
+
+    def embed(i):
+        for _ in range(10):
+            found[i] = embedder.embed([images[i]])
+
+    in_threads(embed, range(6))
+    for i in range(6):
+        same(found[i], wanted[i])
+
+
+def test_the_file_of_the_run_is_used(run, cache, caplog, exports):
+    for named in (run, str(run), run / FILE):
+        embedder = OnnxEmbedder(named)
+        assert (embedder.dimensions, embedder.uncertainty) == (8, 8)
+        same(embedder.embed(pictures(3)), open_embedder(run).embed(pictures(3)))
+    assert exports == []
+    assert not cache.exists()
+    assert caplog.messages == []
+
+
+def test_without_it_the_cache_is_filled_once(run, cache, caplog, exports):
+    (run / ONNX).unlink()
+    first, again = OnnxEmbedder(run), OnnxEmbedder(run)
+    (kept,) = cache.glob("*.onnx")
+    assert first.fingerprint in kept.name
+    assert [p.name for p in run.iterdir()] == [FILE]  # the run itself is left alone
+    same(first.embed(pictures(3)), again.embed(pictures(3)))
+    assert exports == [run]
+    assert caplog.messages == []
+
+
+def stale(run, made):
+    (run / FILE).write_bytes(made[1][FILE])
+    return "was made from another model"
+
+
+def damaged(run, made):
+    data = bytearray(made[0][ONNX])
+    data[len(data) // 2] ^= 1
+    (run / ONNX).write_bytes(data)
+    return "is damaged: its checksum does not fit"
+
+
+def foreign(run, made):
+    (run / ONNX).write_bytes(b"\x80\x04 no ONNX at all")
+    return "is not a whole file of `idml export`"
+
+
+@pytest.mark.parametrize("how", [stale, damaged, foreign])
+def test_a_file_that_does_not_fit_is_not_used(run, made, how, caplog, exports):
+    told = how(run, made)
+    before = (run / ONNX).read_bytes()
+    with caplog.at_level(logging.WARNING):
+        embedder = OnnxEmbedder(run)
+    assert embedder.fingerprint == fingerprint(run)
+    same(embedder.embed(pictures(4)), open_embedder(run).embed(pictures(4)))
+    (line,) = caplog.messages
+    assert told in line
+    assert "exported anew into the cache" in line
+    assert str(run / ONNX) in line
+    assert "\n" not in line
+    assert (run / ONNX).read_bytes() == before
+    assert exports == [run]
+
+
+def test_a_damaged_cache_is_made_again(run, made, cache, caplog, exports):
+    (run / ONNX).unlink()
+    OnnxEmbedder(run)
+    (kept,) = cache.glob("*.onnx")
+    kept.write_bytes(kept.read_bytes()[:-7])
+    with caplog.at_level(logging.WARNING):
+        OnnxEmbedder(run)
+    assert len(caplog.messages) == 1
+    assert exports == [run, run]
+    assert kept.read_bytes() == made[0][ONNX]
+
+
+def in_threads(function, values):
+    threads = [threading.Thread(target=function, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_several_at_once_export_once(run, exports):
+    (run / ONNX).unlink()
+    found = []
+    in_threads(lambda _: found.append(OnnxEmbedder(run)), range(4))
+    assert (len(found), len(exports)) == (4, 1)
+
+
+def test_a_model_that_changes_meanwhile(run, made, exports, monkeypatch):
+    (run / ONNX).unlink()
+    known = onnx_embedder.export_onnx
+
+    def late(place, out):
+        (run / FILE).write_bytes(made[1][FILE])
+        return known(place, out)
+
+    monkeypatch.setattr(onnx_embedder, "export_onnx", late)
+    with pytest.raises(ValueError, match="changed while it was exported; try again"):
+        OnnxEmbedder(run)
+
+
+def test_mistakes(run, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="there is no image to embed"):
+        OnnxEmbedder(run).embed([])
+    with pytest.raises(ValueError, match="images must be RGB"):
+        OnnxEmbedder(run).embed([Image.new("L", (30, 30))])
+    with pytest.raises(FileNotFoundError, match="there is no model at"):
+        OnnxEmbedder(tmp_path / "absent")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ValueError, match=r"onnxruntime cannot be used .*pip install 'idml\[onnx\]'"):
+        OnnxEmbedder(run)
+
+
+def test_threads_are_those_of_torch(run, monkeypatch):
+    for count in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert OnnxEmbedder(run)._session.get_session_options().intra_op_num_threads == count
+
+
+def test_pretrained(cache):
+    """The features of the trunk as s, and no u; exported for real, into the cache."""
+    ours, theirs = OnnxEmbedder("pretrained"), open_embedder("pretrained")
+    assert (ours.fingerprint, ours.dimensions, ours.uncertainty) == (theirs.fingerprint, theirs.dimensions, 0)
+    found, wanted = ours.embed(pictures(3)), theirs.embed(pictures(3))
+    assert found.uncertainty.shape == (3, 0)
+    same(found, wanted)
+    assert len(list(cache.glob("*.onnx"))) == 1

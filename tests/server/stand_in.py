@@ -1,0 +1,215 @@
+"""A service with made answers, for what the real one is hard to bring to: each state, refusals, hostile names."""
+
+import hashlib
+import io
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email import message_from_bytes
+from email.policy import HTTP
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from PIL import Image
+
+STATIC = Path(__file__).resolve().parents[2] / "src/idml/server/static"
+TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
+POLICY = (
+    "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+HOSTILE = "<img src=x onerror=\"document.title='broken in'\"><b>bold</b>"
+ERRORS = {0.01: None, 0.02: None, 0.05: 0.62, 0.1: 0.81, 0.2: 0.93, 0.5: 1.0}  # max_error: coverage, None: impossible
+STATES = {
+    "match": ("match", "clear match", 0.974),
+    "unsure": ("unsure", "two classes tie", 0.41),
+    "novel": ("not in the collection", "far from everything", 0.03),
+}
+
+
+def png(word: str, side: int = 48) -> bytes:
+    """A picture whose colour follows from a word."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), tuple(hashlib.sha256(word.encode()).digest()[:3])).save(file, "PNG")
+    return file.getvalue()
+
+
+def made_items(n: int = 40) -> list[dict]:
+    labels = ["gull", "tern", "heron", None, HOSTILE]
+    return [
+        {"id": f"{i:032x}", "path": f"birds/{i:03d}.png", "label": labels[i % 5], "level": round(0.1 * (i % 17), 3)}
+        for i in range(n)
+    ]
+
+
+@dataclass
+class Asked:
+    """One request that came in."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    key: str | None
+    fields: dict[str, tuple[str | None, bytes]] = field(default_factory=dict)
+
+
+class StandIn:
+    """The service; what it says can be set before and during a test."""
+
+    def __init__(self) -> None:
+        self.items = made_items()
+        self.calibrated, self.writable, self.drift = True, True, ""
+        self.key: str | None = None
+        self.refuse: dict[str, tuple[int, str]] = {}  # "METHOD path": status, reason
+        self.wait = 0.0  # seconds before an answer to a search
+        self.asked: list[Asked] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"service": self}))
+        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def requests(self, method: str, path: str) -> list[Asked]:
+        return [asked for asked in self.asked if asked.method == method and asked.path == path]
+
+    def item(self, id: str) -> dict | None:
+        return next((item for item in self.items if item["id"] == id), None)
+
+    def gallery(self) -> dict:
+        labels = [item["label"] for item in self.items if item["label"] is not None]
+        reason = "cannot promise at most {} % wrong answers here: 100 calibration queries, and 384 are needed at best"
+        promises = [
+            {
+                "max_error": error,
+                "possible": coverage is not None,
+                "threshold": None if coverage is None else 0.9,
+                "coverage": coverage or 0.0,
+                "reason": "" if coverage else reason.format(round(100 * error)),
+            }
+            for error, coverage in ERRORS.items()
+        ]
+        counts = {"items": len(self.items), "labelled": len(labels), "classes": len(set(labels))}
+        told = {"model": "0123456789abcdef", "calibrated": self.calibrated, "drift": self.drift}
+        return {**counts, **told, "writable": self.writable, "promises": promises if self.calibrated else []}
+
+    def reply(self, name: str, max_error: float) -> dict:
+        state, reason, chance = next((told for word, told in STATES.items() if word in name), STATES["match"])
+        if ERRORS.get(max_error) is None and state == "match" and self.calibrated:
+            state, reason = "unsure", f"cannot promise at most {100 * max_error:g} % wrong answers here"
+        results = [
+            {
+                **item,
+                "distance": 0.1 + 0.05 * i,
+                "probability": max(0.004, 0.997 - 0.09 * i) if self.calibrated else None,
+                "duplicates": [other["id"] for other in self.items[20:23]] if i == 0 else [],
+            }
+            for i, item in enumerate(self.items[:12])
+        ]
+        return {
+            "state": state,
+            "reason": reason if self.calibrated else f"{reason} (uncalibrated)",
+            "probability": chance if self.calibrated else None,
+            "novelty": 0.02 if state == "not in the collection" else 0.4,
+            "calibrated": self.calibrated,
+            "level": 0.7,
+            "results": results,
+            "notes": ["8 of 40 images have no label", *([self.drift] if self.drift else [])],
+            "took_ms": 12.3,
+        }
+
+    def points(self) -> list[dict]:
+        """Items on a grid of five columns, 1 apart; y grows upwards."""
+        shown = ({key: item[key] for key in ("id", "label", "level")} for item in self.items)
+        return [{**item, "x": i % 5, "y": -(i // 5)} for i, item in enumerate(shown)]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    service: StandIn
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _send(self, status: int, body: bytes = b"", kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        with suppress(BrokenPipeError, ConnectionResetError):  # the page may have given up waiting
+            self.end_headers()
+            self.wfile.write(body)
+
+    def _json(self, content: object, status: int = 200) -> None:
+        self._send(status, json.dumps(content).encode())
+
+    def _handle(self) -> None:
+        url = urlsplit(self.path)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        asked = Asked(self.command, unquote(url.path), query, self.headers.get("X-API-Key"))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        kind = self.headers.get("Content-Type", "")
+        if kind.startswith("multipart/"):
+            message = message_from_bytes(f"Content-Type: {kind}\r\n\r\n".encode() + body, policy=HTTP)
+            for part in message.iter_parts():
+                name = part.get_param("name", header="content-disposition")
+                asked.fields[name] = (part.get_filename(), part.get_payload(decode=True))
+        elif body:
+            asked.fields["json"] = (None, body)
+        self.service.asked.append(asked)
+        file = STATIC / (asked.path.removeprefix("/static/") if asked.path != "/" else "index.html")
+        if (asked.path == "/" or asked.path.startswith("/static/")) and file.is_file():
+            self._send(200, file.read_bytes(), TYPES[file.suffix])
+        elif self.service.key and asked.key != self.service.key:
+            self._json({"error": "this key is not known" if asked.key else "a key is needed"}, 401)
+        elif refusal := self.service.refuse.get(f"{asked.method} {asked.path}"):
+            self._json({"error": refusal[1]}, refusal[0])
+        else:
+            self._answer(asked)
+
+    do_GET = do_POST = do_PATCH = do_DELETE = _handle
+
+    def _answer(self, asked: Asked) -> None:
+        service = self.service
+        match asked.method, asked.path.split("/")[1:]:
+            case "GET", ["api", "gallery"]:
+                self._json(service.gallery())
+            case "GET", ["api", "map"]:
+                self._json({"points": service.points()})
+            case "POST", ["api", "search"]:
+                time.sleep(service.wait)
+                name = asked.fields["image"][0] or ""
+                self._json(service.reply(name, float(asked.query.get("max_error", 0.05))))
+            case "GET", ["api", "items"]:
+                start, end = int(asked.query["offset"]), int(asked.query["offset"]) + int(asked.query["limit"])
+                ranked = sorted(service.items, key=lambda item: -item["level"])
+                self._json({"total": len(ranked), "items": ranked[start:end]})
+            case "POST", ["api", "items"]:
+                label = asked.fields["label"][1].decode() if "label" in asked.fields else None
+                id = hashlib.sha256(asked.fields["image"][1]).hexdigest()[:32]
+                new = service.item(id) is None
+                if new:
+                    service.items.insert(0, {"id": id, "path": f"uploads/{id}.png", "label": label, "level": 0.2})
+                self._json({"id": id, "new": new}, 201)
+            case _, ["api", "items", id, *rest] if (item := service.item(id)) is not None:
+                self._item(asked, item, rest)
+            case _:
+                self._json({"error": "there is no such thing"}, 404)
+
+    def _item(self, asked: Asked, item: dict, rest: list[str]) -> None:
+        if asked.method == "PATCH":
+            item["label"] = json.loads(asked.fields["json"][1])["label"]
+            self._json(item)
+        elif asked.method == "DELETE":
+            self.service.items.remove(item)
+            self._send(204)
+        elif rest:
+            self._send(200, png(item["id"], 300 if rest == ["image"] else 96), "image/png")
+        else:
+            self._json(item)

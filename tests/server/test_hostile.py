@@ -1,0 +1,238 @@
+"""Hostile uploads and addresses: each is refused with one line, and harms nobody else."""
+
+import io
+import os
+import struct
+import time
+import zlib
+
+import pytest
+from PIL import Image
+from serving import client_of, picture, said, search
+
+from idml.search.folder import index_folder
+from idml.search.gallery import Gallery
+from idml.server import service
+from idml.server.limits import Limits
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_bomb(side):
+    """A PNG of a few kilobytes that claims to hold side × side pixels."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1_000_000))) + chunk(b"IEND", b"")
+
+
+def multipart(*parts):
+    """A body of (headers, content) parts."""
+    return b"".join(b"--b\r\n" + head + b"\r\n\r\n" + data + b"\r\n" for head, data in parts) + b"--b--\r\n"
+
+
+def field(name, data, more=b""):
+    return b'Content-Disposition: form-data; name="' + name + b'"' + more, data
+
+
+def post(client, body, kind="multipart/form-data; boundary=b", path="/api/search"):
+    return client.post(path, content=body, headers={"content-type": kind})
+
+
+@pytest.mark.parametrize("side", [8_001, 20_000, 60_000, 2**31 - 1])
+def test_decompression_bombs(shared, side):
+    for response in (search(shared, png_bomb(side)), shared.post("/api/items", files={"image": png_bomb(side)})):
+        assert response.status_code == 413
+        assert "pixels" in said(response)
+
+
+def test_a_bomb_is_never_decoded(client, monkeypatch):
+    monkeypatch.setattr(service, "decode", None)
+    assert search(client, png_bomb(60_000)).status_code == 413
+    assert client.post("/api/items", files={"image": png_bomb(60_000)}).status_code == 413
+
+
+def test_pixels_of_all_queries_are_bounded(gallery, monkeypatch):
+    """With room for one image at a time, many still get their answers."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with client_of(gallery, limits=Limits(pixels=40 * 32)) as client, ThreadPoolExecutor(8) as threads:
+        statuses = list(threads.map(lambda n: search(client, picture(n)).status_code, range(16)))
+    assert statuses == [200] * 16
+
+
+def test_a_polyglot_is_what_it_decodes_to(client):
+    """A GIF that is also a page: it is served as a GIF, whatever it was sent as."""
+    page = b"<html><script>alert(1)</script></html>"
+    gif = picture(60, format="GIF") + page
+    files = {"image": ("page.html", gif, "text/html")}
+    assert client.post("/api/search", files=files).status_code == 200
+    added = client.post("/api/items", files=files)
+    assert added.status_code == 201
+    response = client.get(f"/api/items/{added.json()['id']}/image")
+    assert response.content == gif
+    assert response.headers["content-type"] == "image/gif"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["content-disposition"].endswith('.gif"')
+    assert "page" not in response.headers["content-disposition"]
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
+        b"<?xml version='1.0'?><svg/>",
+        b"<html><body>",
+        b"%PDF-1.7\n",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n",
+        b"\x80\x04\x95cos\nsystem\n",
+        b"PK\x03\x04",
+        b"x",
+        b"\x00" * 1000,
+        b"P6 1000000 1000000 255\n",
+    ],
+)
+def test_what_is_no_image(shared, data):
+    for kind in ("image/png", "image/svg+xml", "text/plain"):
+        for path in ("/api/search", "/api/items"):
+            response = shared.post(path, files={"image": ("picture.png", data, kind)})
+            assert response.status_code == 415
+            assert "known format" in said(response)
+
+
+def test_a_wrong_content_type_does_not_matter(shared):
+    for kind in ("text/html", "image/svg+xml", "application/octet-stream", "nonsense"):
+        response = shared.post("/api/search", files={"image": ("x.exe", picture(3, format="JPEG"), kind)})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_broken_images(shared, format):
+    """Cut at many places: served or refused, never a 500."""
+    whole = picture(1, size=(64, 64), format=format)
+    for cut in range(1, len(whole), max(1, len(whole) // 12)):
+        response = search(shared, whole[:cut])
+        assert response.status_code in (200, 415, 422)
+        if response.status_code != 200:
+            assert said(response)
+
+
+def test_several_photographs_in_one_file(client):
+    """A camera's MPO is a JPEG to everybody."""
+    out = io.BytesIO()
+    first, second = (Image.open(io.BytesIO(picture(n))) for n in (70, 71))
+    first.convert("RGB").save(out, "MPO", save_all=True, append_images=[second.convert("RGB")])
+    added = client.post("/api/items", files={"image": out.getvalue()})
+    assert added.status_code == 201
+    response = client.get(f"/api/items/{added.json()['id']}/image")
+    assert response.headers["content-type"] == "image/jpeg"
+
+
+def test_a_hundred_thousand_parts(shared):
+    body = multipart(*[field(b"image", b"x")] + [field(b"f%d" % n, b"x") for n in range(100_000)])
+    for content in (body, multipart(*[(b"X: y", b"")] * 100_000)):
+        started = time.perf_counter()
+        response = post(shared, content)
+        assert time.perf_counter() - started < 5
+        assert response.status_code == 422
+        assert "not known" in said(response)
+
+
+IMAGE = picture(3)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"", 422, "ends too early"),
+        (b"nonsense", 422, "broken"),
+        (b"--b--\r\n", 422, "needs an image"),
+        (multipart(field(b"image", b"")), 422, "needs an image"),
+        (multipart(field(b"file", IMAGE)), 422, "not known"),
+        (multipart(field(b"image", IMAGE), field(b"image", IMAGE)), 422, "twice"),
+        (multipart(field(b"image", IMAGE), field(b"label", b"x")), 422, "not known"),  # searching takes no label
+        (multipart(field(b"../../image", IMAGE)), 422, "not known"),
+        (multipart(field(b"image\x00", IMAGE)), 422, "not known"),
+        (multipart((b"X: y", IMAGE)), 422, "not known"),
+        (multipart((b"", IMAGE)), 422, ""),
+        (multipart((b"Content-Disposition: form-data", IMAGE)), 422, "not known"),
+        (multipart((b"A: " + b"x" * 100_000, IMAGE)), 422, "broken"),
+        (multipart((b"\r\n".join(b"A: x" for _ in range(1000)), IMAGE)), 422, "broken"),
+        (multipart(field(b"image", IMAGE))[:-10], 422, "ends too early"),
+        (multipart(field(b"image", IMAGE))[:200], 422, "ends too early"),
+    ],
+)
+def test_bad_forms(shared, body, status, words):
+    response = post(shared, body)
+    assert response.status_code == status
+    assert words in said(response)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "",
+        "image/png",
+        "application/json",
+        "multipart/form-data",
+        "multipart/form-data; boundary=",
+        "multipart/mixed; boundary=b",
+    ],
+)
+def test_what_is_no_form(shared, kind):
+    response = post(shared, multipart(field(b"image", IMAGE)), kind)
+    assert response.status_code == 415
+    assert "multipart/form-data" in said(response)
+
+
+def test_a_very_long_boundary(shared):
+    response = post(shared, b"x", "multipart/form-data; boundary=" + "b" * 5000)
+    assert response.status_code == 422
+    assert said(response)
+
+
+def test_a_name_is_used_for_nothing(client, gallery, tmp_path):
+    name = b'; filename="../../../../' + str(tmp_path).encode() + b'/evil.html"'
+    body = multipart(field(b"image", picture(80), name), field(b"label", b"<img src=x onerror=alert(1)>"))
+    response = post(client, body, path="/api/items")
+    assert response.status_code == 201
+    assert not list(tmp_path.rglob("evil*"))
+    content = client.get(f"/api/items/{response.json()['id']}")
+    assert content.headers["content-type"] == "application/json"
+    assert content.json()["label"] == "<img src=x onerror=alert(1)>"
+    assert content.json()["path"] == f"uploads/{response.json()['id']}.png"
+
+
+def test_a_link_out_of_an_indexed_folder_is_not_served(tmp_path, tiny_run):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(picture(1))
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "good.png").write_bytes(picture(2))
+    (folder / "later.png").write_bytes(picture(3))
+    with Gallery.create(tmp_path / "g", tiny_run) as gallery:
+        index_folder(gallery, folder)
+        with client_of(gallery) as client:
+            ids = {item["path"].split("/")[-1]: item["id"] for item in client.get("/api/items").json()["items"]}
+            assert client.get(f"/api/items/{ids['good.png']}/image").content == picture(2)
+            (folder / "later.png").unlink()
+            (folder / "later.png").symlink_to(secret)
+            response = client.get(f"/api/items/{ids['later.png']}/image")
+            assert response.status_code == 404
+            (folder / "later.png").unlink()
+            os.mkfifo(folder / "later.png")  # nobody writes to it: opening it would wait
+            assert client.get(f"/api/items/{ids['later.png']}/image").status_code == 404
+
+
+def test_a_link_put_there_at_the_last_moment_is_not_followed(tmp_path):
+    from idml.server.page import open_picture
+    from idml.server.replies import Refusal
+
+    (tmp_path / "secret.png").write_bytes(picture(1))
+    (tmp_path / "link.png").symlink_to(tmp_path / "secret.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    for name in ("link.png", "pipe.png", "nothing.png", "."):
+        with pytest.raises(Refusal) as refusal:
+            open_picture(tmp_path / name, "id")
+        assert refusal.value.status == 404

@@ -1,0 +1,234 @@
+"""The page in a real browser, against the real service with a tiny gallery; and the stand-in held against it."""
+
+import io
+import json
+import shutil
+import socket
+import threading
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from seeing import ask, assert_fits, assert_readable, loaded, rested, verdict
+from serving import LABELS, made_gallery, picture
+from stand_in import POLICY, StandIn
+
+from idml import Embeddings
+from idml.data.images import decode_image
+from idml.evaluation.calibration import Calibration
+from idml.evaluation.evidence import first_right, gather_evidence
+from idml.model import fingerprint
+from idml.search.answers import Wishes
+from idml.server import shapes
+from idml.server.app import build_app
+from idml.server.connection import connection
+from idml.server.guard import LOCAL
+from idml.server.keys import Keys
+from idml.server.limits import Limits
+
+pytest_plugins = ["browsing"]
+
+
+def upload(number, name="query.png"):
+    return {"name": name, "mimeType": "image/png", "buffer": picture(number)}
+
+
+def as_image(number):
+    return decode_image(io.BytesIO(picture(number)), "query")
+
+
+class Served:
+    """The service in a thread of its own."""
+
+    def __init__(self, gallery, keys=None):
+        limits = Limits(body=1_000_000)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        app = build_app(gallery, keys=keys or Keys(), limits=limits, hosts=LOCAL)
+        config = uvicorn.Config(app, http=connection(limits), ws="none", lifespan="on", log_config=None)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],))
+        self._thread.start()
+
+    def close(self):
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture
+def serve():
+    """Starts services, and ends them."""
+    running = []
+
+    def start(gallery, **options):
+        running.append(Served(gallery, **options))
+        return running[-1].url
+
+    yield start
+    for service in running:
+        service.close()
+
+
+@pytest.fixture(scope="module")
+def calibrated_run(tiny_run, tmp_path_factory):
+    """The tiny model with a calibration of a made world."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    shutil.copytree(tiny_run, folder, dirs_exist_ok=True)
+    noise = np.random.default_rng(0)
+    labels = torch.arange(30).repeat_interleave(30)
+    places = noise.normal(size=(30, 16))[labels] + noise.normal(0, 0.8, size=(900, 16))
+    e = Embeddings(torch.tensor(places).float(), torch.tensor(noise.normal(size=(900, 16))).float())
+    stored = torch.arange(900) % 2 == 0
+    evidence = gather_evidence(e[~stored], e[stored], labels[stored])
+    right = first_right(evidence.indices, labels[~stored], labels[stored]) == 1
+    Calibration.fit(evidence, right, model=fingerprint(folder)).save(folder / "calibration.json")
+    return folder
+
+
+def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expect):
+    page = visit(serve(gallery))
+    expect(page.locator("#gallery")).to_have_text("12 images · 12 labelled · 4 classes · not calibrated")
+    expect(page.get_by_text("This gallery is not calibrated")).to_be_visible()
+    ask(page, upload(3))
+    (reply,) = gallery.search([as_image(3)], 12)
+    expect(verdict(page)).to_contain_text(reply.answer.state.value, ignore_case=True)
+    first = page.locator("#found > li").first
+    expect(first).to_contain_text(LABELS[3])
+    expect(first).to_contain_text("distance 0.000")
+    expect(page.locator("#found > li")).to_have_count(len(reply.results))
+    assert loaded(page, "#found > li > .tile > img") == len(reply.results)
+    assert_readable(page)
+
+    ask(page, upload(77))
+    page.get_by_label("Label (may stay empty)").fill("<i>new</i>")
+    page.get_by_role("button", name="Add", exact=True).click()
+    page.locator("#confirm-yes").click()
+    expect(page.locator("#gallery")).to_contain_text("13 images · 13 labelled · 5 classes")
+    first = page.locator("#found > li > .tile").first
+    expect(first).to_contain_text("<i>new</i>")
+    first.click()
+    expect(page.locator("#item-facts")).to_contain_text("uploads/")
+    assert loaded(page, "#item-picture img") == 1
+    assert page.locator("#item-picture img").evaluate("i => [i.naturalWidth, i.naturalHeight]") == [40, 32]
+    page.get_by_label("Label (empty: none)").fill("old")
+    page.get_by_role("button", name="Change label").click()
+    page.locator("#confirm-yes").click()
+    expect(page.locator("#found > li > .tile").first).to_contain_text("old")
+    assert sorted({item.label for item in gallery.items()}) == sorted([*LABELS, "old"])
+
+    page.locator("#found > li > .tile").first.click()
+    page.get_by_role("button", name="Delete").click()
+    page.locator("#confirm-yes").click()
+    expect(page.locator("#gallery")).to_contain_text("12 images · 12 labelled · 4 classes")
+    assert len(gallery) == 12
+
+
+def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, serve, visit, expect):
+    with made_gallery(tmp_path / "gallery", calibrated_run, items=40) as gallery:
+        promises = gallery.promises()
+        assert {promise.kept for promise in promises} == {True, False}
+        page = visit(serve(gallery))
+        slider = page.get_by_label("Wrong matches I accept")
+        ask(page, upload(3))
+        for i, promise in enumerate(promises):
+            slider.fill(str(i))
+            rested(page)
+            expect(page.locator("#wished")).to_have_text(f"at most {100 * promise.max_error:g} %")
+            if promise.kept:
+                words = f"Promised, with {Wishes().confidence:.0%} confidence. About".replace("%", " %")
+                expect(page.locator("#promise")).to_contain_text(words)
+                share = 100 * promise.coverage
+                expect(page.locator("#promise")).to_contain_text("over 99 %" if 99 < share < 100 else f"{share:.0f} %")
+            else:
+                expect(page.locator("#promise")).to_contain_text("Cannot promise that here: ")
+                expect(page.locator("#promise")).to_contain_text(promise.reason.partition(": ")[2])
+            (reply,) = gallery.search([as_image(3)], 12, Wishes(max_error=promise.max_error))
+            assert reply.calibrated
+            expect(verdict(page)).to_contain_text(reply.answer.state.value, ignore_case=True)
+            expect(page.locator("#answer .chance").last).to_contain_text("probability that the first result is right")
+
+
+def test_the_map_and_the_most_ambiguous(gallery, serve, visit, expect):
+    page = visit(serve(gallery))
+    page.get_by_role("link", name="Map").click()
+    page.locator("#map").wait_for(timeout=120_000)  # the t-SNE itself
+    expect(page.locator("#legend li")).to_have_text(sorted(LABELS))
+    page.locator("#map").press("ArrowUp")
+    item = gallery.get(page.locator("#map-item button").get_attribute("data-id"))
+    expect(page.locator("#map-item")).to_contain_text(item.label)
+    assert loaded(page, "#map-item img") == 1
+    assert_fits(page)
+    page.get_by_role("link", name="Most ambiguous").click()
+    expect(page.locator("#ambiguous > li")).to_have_count(12)
+    levels = {item.id: float(gallery.engine.levels([item.id])[0]) for item in gallery.items()}
+    shown = [tile.get_attribute("data-id") for tile in page.locator("#ambiguous button").all()]
+    assert [levels[id] for id in shown] == sorted(levels.values(), reverse=True)
+
+
+def test_a_read_key_searches_and_changes_nothing(gallery, serve, visit, expect):
+    visit.refused.add(401)
+    page = visit(serve(gallery, keys=Keys("full-key", "read-key")))
+    dialog = page.get_by_role("dialog", name="API key")
+    expect(dialog).to_contain_text("a key is needed")
+    dialog.get_by_label("Key", exact=True).fill("read-key")
+    page.keyboard.press("Enter")
+    expect(page.locator("#gallery")).to_contain_text("read-only")
+    ask(page, upload(3))
+    assert loaded(page, "#found > li > .tile > img") == page.locator("#found img[src^='blob:']").count()
+    page.locator("#found > li > .tile").first.click()
+    assert loaded(page, "#item-picture img") == 1
+    expect(page.locator("#item-edit")).to_be_hidden()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="API key").click()
+    dialog.get_by_label("Key", exact=True).fill("full-key")
+    page.keyboard.press("Enter")
+    expect(page.locator("#gallery")).to_have_text("12 images · 12 labelled · 4 classes · not calibrated")
+    ask(page, upload(3))
+    expect(page.locator("#add")).to_be_visible()
+
+
+def test_what_the_service_refuses_is_one_line_on_the_page(gallery, serve, visit, expect):
+    visit.refused |= {413, 415, 422}
+    page = visit(serve(gallery))
+    line = page.locator("#error")
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": b"no image at all"})
+    expect(line).to_contain_text("this is no image of a known format")
+    page.set_input_files("#file", {"name": "b.png", "mimeType": "image/png", "buffer": picture(1)[:-300]})
+    expect(line).to_contain_text("upload")
+    page.evaluate("""() => {  // more than a connection holds: it is refused while it is being sent
+      const dataTransfer = new DataTransfer();
+      dataTransfer.items.add(new File([new Uint8Array(8e6)], "large.png", { type: "image/png" }));
+      document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true }));
+    }""")
+    expect(line).to_have_text("the request is larger than 1 MB")
+    expect(page.locator("#answer")).to_have_text("")
+    ask(page, upload(1))
+    expect(line).to_have_text("")
+
+
+def test_the_page_comes_whole_and_under_the_policy_that_the_tests_use(gallery, serve):
+    url = serve(gallery)
+    with urllib.request.urlopen(url) as answer:
+        assert answer.headers["content-security-policy"] == POLICY
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    with urllib.request.urlopen(url + "static/app.js") as answer:
+        assert answer.headers["content-type"].startswith("text/javascript")
+
+
+def test_the_stand_in_speaks_as_the_service_does():
+    stand_in = StandIn()
+    try:
+        for shape, said in (
+            (shapes.About, stand_in.gallery()),
+            (shapes.Answered, stand_in.reply("match.png", 0.05)),
+            (shapes.Shown, stand_in.items[0]),
+            (shapes.Map, {"points": stand_in.points()}),
+            (shapes.Page, {"total": 1, "items": stand_in.items[:1]}),
+        ):
+            assert json.loads(shape.model_validate(said).model_dump_json()).keys() == said.keys()
+        assert shapes.Result.model_fields.keys() == stand_in.reply("", 0.05)["results"][0].keys()
+        assert shapes.Promised.model_fields.keys() == stand_in.gallery()["promises"][0].keys()
+    finally:
+        stand_in.close()
