@@ -178,7 +178,7 @@ def _search(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from idml.server.running import serve
 
-    serve(options.place, host=options.host, port=options.port, run=options.run, runtime=options.runtime)
+    serve(options.place, host=options.host, port=options.port, run=options.run, runtime=options.runtime, note=_say)
     return 0
 
 
@@ -199,7 +199,7 @@ def _audit(options: argparse.Namespace) -> int:
     if options.review:
         from idml.server.review import serve_review
 
-        serve_review(options.out, options.data, split=options.split, port=options.port)
+        serve_review(options.out, options.data, split=options.split, port=options.port, note=_say)
     return 0
 
 
@@ -209,6 +209,10 @@ def _export(options: argparse.Namespace) -> int:
     result = export_onnx(options.of, options.out)
     _show(result, options.json, [f"{options.out}: equal to the model within {result['difference']:.1g}"])
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _show(result: dict[str, Any], as_json: bool, lines: list[str]) -> None:
