@@ -17,7 +17,7 @@ from idml.evaluation.comparison import compare
 from idml.evaluation.trial import Pool, draw_unknown
 from idml.experiments import first, guarantee
 from idml.experiments.grid import Cell
-from idml.experiments.guarantee import DELTA, ERRORS, GALLERIES, SAMPLES, draw, measure, outcome, reproduce_guarantee
+from idml.experiments.guarantee import DELTA, ERRORS, GALLERIES, draw, measure, outcome, reproduce_guarantee
 from idml.experiments.guarantee_tables import against, promises, scores
 
 SMALL = {
@@ -115,20 +115,22 @@ def test_promises_by_image_are_kept(measured):
 def test_tables(measured):
     results = list(measured.values())
     header, rows = promises(results)
-    assert len(rows) == len(GALLERIES) * 2 * len(ERRORS) * len(SAMPLES)
+    assert len(rows) == len(GALLERIES) * 2 * len(ERRORS)
     assert all(len(row) == len(header) for row in rows)
-    row = next(r for r in rows if r[:4] == ["labelled", "50%", "20%", "image"])
+    row = next(r for r in rows if r[:3] == ["labelled", "50%", "20%"])
     total = measured[0.5]["promises"]["labelled"]["image"]["0.2"]
-    assert row[4:7] == [
+    assert row[3:6] == [
         f"{total['promised'] / ROUNDS:.1%}", f"{total['answered'] / ROUNDS:.1%}",
         f"{total['fresh_wrong'] / total['fresh_answered']:.1%}",
     ]  # fmt: skip
-    assert row[9] == f"{total['told'] / total['unknown']:.1%}"
-    assert next(r for r in rows if r[1] == "0%")[9] == "–"
+    assert row[12] == f"{total['told'] / total['unknown']:.1%}"
+    assert next(r for r in rows if r[1] == "0%")[12] == "–"
     often = json.loads(json.dumps(results))
     often[0]["promises"]["labelled"]["class"]["0.05"]["broken"] = 0.75 * ROUNDS
-    starred = [r for r in promises(often)[1] if r[7].endswith("*")]
-    assert ["labelled", "0%", "5%", "class"] in [r[:4] for r in starred]
+    assert next(r[:3] for r in promises(often)[1] if r[11].endswith("*")) == ["labelled", "0%", "5%"]
+    total = measured[0.5]["promises"]["unlabelled"]["class"]["0.1"]
+    row = next(r for r in rows if r[:3] == ["unlabelled", "50%", "10%"])
+    assert row[8:10] == [f"{total[name] / ROUNDS:.1%}" for name in ("promised", "answered")]
     header, rows = against(results)
     assert [row[:3] for row in rows] == [[g, s, "0"] for g in GALLERIES for s in ("0%", "50%")]
     assert [row[8] for row in rows] == ["1", "3", "1", "3"]

@@ -85,6 +85,7 @@ class Server:
     def __init__(self, folder):
         self.folder, self.process, self.token = Path(folder), None, ""
         self.port, self.health, *self.others = free_ports(11)
+        self.alias = f"idml-{self.port}"
         for name in ("configs", "logs", "data"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.configure()
@@ -135,7 +136,7 @@ class Server:
         with output.open("ab") as file:
             self.process = subprocess.Popen(
                 # without its own alias a second server on this machine would be refused
-                [programs / "milvus", "run", "standalone", "-alias", f"idml-{self.port}"],
+                [programs / "milvus", "run", "standalone", "-alias", self.alias],
                 cwd=self.folder,
                 stdout=file,
                 stderr=file,
@@ -177,6 +178,9 @@ class Server:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+            for folder in ("/run/milvus", "/tmp/milvus"):  # what it leaves there cannot go elsewhere
+                for name in (f"standalone-{self.alias}.pid", f"server_id_{self.process.pid}"):
+                    Path(folder, name).unlink(missing_ok=True)
             self.process = None
 
     def place(self, collection):
@@ -189,7 +193,10 @@ PARTS = ["rootCoord", "queryCoord", "queryNode", "indexNode", "dataCoord", "data
 @functools.cache
 def running():
     """The server of this test session."""
-    folder = tempfile.mkdtemp(prefix="idml-milvus-")
+    for left in Path(tempfile.gettempdir()).glob("idml-milvus-*-*"):  # by a process that was killed
+        if not Path(f"/proc/{left.name.split('-')[2]}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"idml-milvus-{os.getpid()}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     server = Server(folder)
     atexit.register(server.kill)  # before the folder goes

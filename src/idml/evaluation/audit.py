@@ -86,7 +86,7 @@ def mislabelled(embeddings: Embeddings, labels: Tensor, *, score: str = "discrim
 
 
 class Ambiguity(NamedTuple):
-    """For each image [n]: how much the labels around it differ, and the two met most (the same if there is one)."""
+    """For each image [n]: how evenly two classes share its surroundings, 0 … 1, and which two (one: the same twice)."""
 
     score: Tensor
     first: Tensor
@@ -94,15 +94,15 @@ class Ambiguity(NamedTuple):
 
 
 def ambiguous(labels: Tensor, found: Neighbours) -> Ambiguity:
-    """The entropy −Σ p·ln p of the labels around each image, from its neighbours as `nearest` found them.
+    """(p₁ + p₂) · p₂/p₁, p₁ ≥ p₂ the largest shares of classes around each image, from what `nearest` found for it.
 
-    The ten nearest count, weighted as in ``vote``; the image's own label does not, so that a clear image with a wrong
-    label is not ambiguous.
+    The ten nearest count, weighted as in ``vote``. The image's own label does not, so that a clear image with a wrong
+    label is not ambiguous. Entropy would put images first that have nothing in common with any class.
 
-    >>> x = torch.tensor([[0.0], [0.1], [0.2], [5.0], [5.1], [5.2]])
+    >>> x = torch.tensor([[0.0], [1.0], [-1.0], [5.0], [6.0], [7.0]])
     >>> told = ambiguous(torch.tensor([0, 1, 0, 2, 2, 2]), nearest(x, 2))
-    >>> told.score.round(decimals=2), int(told.first[0]), int(told.second[0])
-    (tensor([0.6700, 0.0000, 0.6700, 0.0000, 0.0000, 0.0000]), 1, 0)
+    >>> int(told.score.argmax()), float(told.score[0]), int(told.first[0]), int(told.second[0])
+    (0, 1.0, 0, 1)
     """
     names, own = labels.unique(return_inverse=True)
     near = Neighbours(found.indices[:, :_AROUND], found.distances[:, :_AROUND])
@@ -110,10 +110,11 @@ def ambiguous(labels: Tensor, found: Neighbours) -> Ambiguity:
     score = torch.zeros(len(own), dtype=torch.float64)
     first, second = torch.zeros_like(own), torch.zeros_like(own)
     for rows, shares in _shares(near, weights, own, len(names)):
-        two = shares.topk(min(2, len(names)), dim=1)
-        score[rows] = torch.special.entr(shares).sum(dim=1)
-        first[rows] = two.indices[:, 0]
-        second[rows] = torch.where(two.values[:, -1] > 0, two.indices[:, -1], two.indices[:, 0])
+        if len(names) == 1:
+            continue
+        (most, next_most), (one, two) = (x.unbind(dim=1) for x in shares.topk(2, dim=1))
+        score[rows] = (most + next_most) * next_most / most
+        first[rows], second[rows] = one, torch.where(next_most > 0, two, one)
     return Ambiguity(score, names[first], names[second])
 
 

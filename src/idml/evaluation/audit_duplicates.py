@@ -1,13 +1,14 @@
 """Images that are there twice: the same pixels, or nearly.
 
-The model nominates and the eye decides. Of each image's ten nearest, one is nearly the same if the two *sketches* agree
-(16 × 16 grey means, c = 1 − their correlation):
+The model nominates and the eye decides. Of each image's ten nearest, one is nearly the same if their *sketches* agree,
+c = 1 − correlation of their grey values:
 
-    c ≤ 0.02                       compressed, enlarged or brightened anew: whatever the model makes of it
-    c ≤ 0.2 and distance ≤ near    a little more or less of the scene, or the next picture of a burst
+    c of 32 × 32 ≤ 0.02                       compressed, scaled or brightened anew, whatever the model makes of it
+    c of 16 × 16 ≤ 0.2 and distance ≤ near    a little more or less of the scene, or the next picture of a burst
 
-``near`` is a distance of the model at hand: what it makes of slightly cropped copies. Neither would do alone: a model
-puts images of one class close together, and sketches of different things on a white ground agree.
+Neither would do alone: a model puts images of one class close together, and sketches of different things on a white
+ground agree. ``near`` is what the model makes of slightly cropped copies; where more than a hundredth of all images
+have a neighbour as near as that, it tells nothing, and only that hundredth counts.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,11 @@ from torch import Tensor
 from idml.embeddings import Embeddings, unit_rows
 from idml.evaluation.neighbours import nearest
 
-_SAME, _SIMILAR = 0.02, 0.2
+_SAME, _SIMILAR = 0.02, 0.2  # c
+_FINE, _COARSE = 32, 16
+_OUTSTANDING = 0.01
 _NOMINATED = 10
-_SIDE = 16
-_BLOCK = 1024  # images sketched together
+_BLOCK = 1024  # images, or pairs, looked at together
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def duplicates(
         sketches: see `sketch`.
         labels: the classes.
         splits: the parts (train, test …).
-        near: the distance within which images whose sketches only resemble each other are duplicates.
+        near: the distance of slightly cropped copies.
     """
     n = len(embeddings)
     if not n == len(checksums) == len(sketches) == len(labels) == len(splits):
@@ -70,33 +72,39 @@ def duplicates(
     differences = torch.zeros(n)
     if len(alone) > 1:
         found = nearest(embeddings[alone].unit, _NOMINATED)
+        near = min(near, float(found.distances[:, 0].quantile(_OUTSTANDING)))
         i, place = (found.indices >= 0).nonzero().unbind(1)
-        j = found.indices[i, place]
-        a, b = alone[i], alone[j]
-        c = torch.cat([difference(sketches, x, y) for x, y in zip(a.split(_BLOCK), b.split(_BLOCK), strict=True)])
-        linked = (c <= _SAME) | ((c <= _SIMILAR) & (found.distances[i, place] <= near))
+        a, b = alone[i], alone[found.indices[i, place]]
+        fine, coarse = difference(sketches, a, b), difference(sketches, a, b, side=_COARSE)
+        linked = (fine <= _SAME) | ((coarse <= _SIMILAR) & (found.distances[i, place] <= near))
         links.append(torch.stack([a, b])[:, linked])
-        differences = torch.cat([differences, c[linked]])
+        differences = torch.cat([differences, fine[linked]])
     return _groups(torch.cat(links, dim=1), differences, checksums, labels, splits)
 
 
-def difference(sketches: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c = 1 − the correlation of the sketches of rows ``a`` and ``b``, in 0 … 2."""
-    return (1 - (sketches[a] * sketches[b]).sum(dim=1)).clamp(0, 2)
+def difference(sketches: Tensor, a: Tensor, b: Tensor, *, side: int = _FINE) -> Tensor:
+    """c [m] = 1 − the correlation of the sketches of rows ``a`` and ``b`` [m]; a flat one has 1 with all others."""
+
+    def grey(rows: Tensor) -> Tensor:
+        values = torch.nn.functional.adaptive_avg_pool2d(sketches[rows].unsqueeze(1).float(), side).flatten(1)
+        return unit_rows(values - values.mean(dim=1, keepdim=True))
+
+    pairs = zip(a.split(_BLOCK), b.split(_BLOCK), strict=True)
+    return torch.cat([1 - (grey(x) * grey(y)).sum(dim=1) for x, y in pairs])
 
 
 def sketch(images: NDArray[np.uint8]) -> Tensor:
-    """16 × 16 grey means of each image [n, side, side, 3], less their mean, of length 1 [n, 256]; a flat one is 0.
+    """The grey values of each image [n, side, side, 3] at 32 × 32, as uint8 [n, 32, 32].
 
-    >>> sketch(np.zeros((1, 32, 32, 3), np.uint8)).abs().sum()
-    tensor(0.)
+    >>> sketch(np.full((1, 64, 64, 3), (0, 100, 200), np.uint8))[0, 0, :3]
+    tensor([100, 100, 100], dtype=torch.uint8)
     """
-    parts = []
+    small = torch.empty(len(images), _FINE, _FINE, dtype=torch.uint8)
     for start in range(0, len(images), _BLOCK):
-        grey = torch.from_numpy(images[start : start + _BLOCK]).float().mean(dim=3, keepdim=True).permute(0, 3, 1, 2)
-        small = torch.nn.functional.interpolate(grey, (_SIDE, _SIDE), mode="area").flatten(1)
-        parts.append(unit_rows(small - small.mean(dim=1, keepdim=True)))
-    return torch.cat(parts)
+        part = torch.from_numpy(images[start : start + _BLOCK].astype(np.float32)).mean(dim=3).unsqueeze(1)
+        grey = torch.nn.functional.adaptive_avg_pool2d(part, _FINE).squeeze(1)
+        small[start : start + _BLOCK] = grey.round().clamp(0, 255).to(torch.uint8)
+    return small
 
 
 def _groups(

@@ -20,6 +20,7 @@ from idml.evaluation.neighbours import Neighbours, nearest
 
 _SHARES = {"mislabelled": 0.1, "ambiguous": 0.02}
 _AT_LEAST = 20  # listed, if there are so many
+_TIED = 0.25  # where one class has 0.8 and another 0.2 of the surroundings
 _SHOWN = 8  # images beside the one in question
 _NEAR = 10  # neighbours that the words speak of
 
@@ -140,13 +141,13 @@ def _ambiguous(subject: Subject, found: Neighbours) -> list[Finding]:
     labels = subject.labels
     told = ambiguous(labels, found)
     findings = []
-    for row in _first(told.score, int((told.score > 0).sum()), "ambiguous"):
+    for row in _first(told.score, int((told.score > _TIED).sum()), "ambiguous"):
         rows, distances = _near(found, row)
         theirs = labels[rows[:_NEAR]]
         most, second = (subject.images.classes[int(x[row])] for x in (told.first, told.second))
         why = (
-            f"its {len(theirs)} nearest images are of {counted(len(theirs.unique()), 'class')}, "
-            f"most of all {most!r} and {second!r}"
+            f"{most!r} and {second!r} share its surroundings: "
+            f"its {len(theirs)} nearest images are of {counted(len(theirs.unique()), 'class')}"
         )
         number, score = int(subject.numbers[row]), float(told.score[row])
         partners = subject.partners(rows[:_SHOWN], distances[:_SHOWN])

@@ -24,31 +24,38 @@ def write_tables(folder: Path, results: list[Result]) -> str:
 
 
 def promises(results: list[Result]) -> tuple[list[str], list[list[str]]]:
-    """A row for each gallery, share of unknown queries, wished error rate and way of drawing the sample.
+    """A row for each gallery, share of unknown queries and wished error rate, samples by image and by class beside it.
 
     "Broken" has its 95 % interval (Clopper–Pearson); it is starred where that lies above δ.
     """
     header = [
-        "gallery", "unknown", "wished error", "drawn by", "promised", "answered", "wrong among fresh answers", "broken",
-        "fresh above", "unknown told", "known sent away",
+        "gallery", "unknown", "wished error", "by image: promised", "answered", "wrong among fresh", "broken",
+        "fresh above", "by class: promised", "answered", "wrong among fresh", "broken", "unknown told",
+        "known sent away",
     ]  # fmt: skip
     rows = []
     for gallery, share, group in _groups(results):
         rounds = sum(r["options"]["rounds"] for r in group)
         for wished in group[0]["promises"][gallery]["image"]:
-            for sample in group[0]["promises"][gallery]:
-                parts = [r["promises"][gallery][sample][wished] for r in group]
-                total = {name: sum(part[name] for part in parts) for name in parts[0]}
-                low, high = clopper_pearson(round(total["broken"]), rounds)
-                broken = f"{total['broken'] / rounds:.1%} [{low:.1%}, {high:.1%}]" + (" *" if low > _DELTA else "")
-                rows.append(
-                    [gallery, f"{share:.0%}", f"{float(wished):.0%}", sample]
-                    + [f"{total[name] / rounds:.1%}" for name in ("promised", "answered")]
-                    + [_share(total["fresh_wrong"], total["fresh_answered"]), broken]
-                    + [f"{total['fresh_above'] / rounds:.1%}"]
-                    + [_share(total["told"], total["unknown"]), _share(total["sent_away"], total["known"])]
-                )
+            image, by_class = (_total(group, gallery, sample, wished) for sample in ("image", "class"))
+            told = _share(image["told"], image["unknown"]), _share(image["sent_away"], image["known"])
+            above = _share(image["fresh_above"], rounds)
+            cells = [*_kept(image, rounds), above, *_kept(by_class, rounds), *told]
+            rows.append([gallery, f"{share:.0%}", f"{float(wished):.0%}", *cells])
     return header, rows
+
+
+def _total(group: list[Result], gallery: str, sample: str, wished: str) -> dict[str, float]:
+    """What was counted in all rounds of all seeds."""
+    parts = [result["promises"][gallery][sample][wished] for result in group]
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _kept(total: dict[str, float], rounds: int) -> list[str]:
+    low, high = clopper_pearson(round(total["broken"]), rounds)
+    broken = f"{total['broken'] / rounds:.1%} [{low:.1%}, {high:.1%}]" + (" *" if low > _DELTA else "")
+    shares = [_share(total[name], rounds) for name in ("promised", "answered")]
+    return [*shares, _share(total["fresh_wrong"], total["fresh_answered"]), broken]
 
 
 def against(results: list[Result]) -> tuple[list[str], list[list[str]]]:

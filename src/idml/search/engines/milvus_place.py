@@ -42,7 +42,7 @@ class Place:
         """Read an address; what is none is refused."""
         form = f"a gallery in Milvus is milvus://host:port/collection (milvuss:// for TLS), got {_shown(text)!r}"
         try:
-            parts = urlsplit(text)
+            parts = urlsplit(str(text))
             host, port = parts.hostname, parts.port
         except ValueError:
             raise ValueError(form) from None

@@ -125,19 +125,16 @@ def uncertainty(rows: Sequence[Row], properties: Properties) -> Rows:
     """The vectors u of rows; of no dimensions if the gallery keeps none."""
     out = np.empty((len(rows), properties.uncertainty), FLOAT)
     for line, row in zip(out if properties.uncertainty else [], rows, strict=False):
-        try:
-            line[:] = np.frombuffer(base64.b64decode(row["uncertainty"], validate=True), FLOAT)
-        except ValueError as error:
-            raise DamagedGallery(f"the uncertainty of row {row['key']!r} cannot be read ({error})") from None
+        data = _bytes(row, "uncertainty")
+        if len(data) != line.nbytes:
+            raise DamagedGallery(f"the uncertainty of row {row['key']!r} has {len(data)} bytes, not {line.nbytes}")
+        line[:] = np.frombuffer(data, FLOAT)
     return out
 
 
 def thumbnail(row: Row) -> bytes:
     """The thumbnail of a row."""
-    try:
-        return base64.b64decode(row["thumbnail"], validate=True)
-    except ValueError as error:
-        raise DamagedGallery(f"the thumbnail of row {row['key']!r} cannot be read ({error})") from None
+    return _bytes(row, "thumbnail")
 
 
 def fault(row: Row, properties: Properties) -> str:
@@ -185,6 +182,13 @@ def described(collection: Mapping[str, Any]) -> Properties | None:
 
 def _describe(properties: Properties) -> str:
     return json.dumps({"idml": FORMAT, **asdict(properties)})
+
+
+def _bytes(row: Row, name: str) -> bytes:
+    try:
+        return base64.b64decode(row[name], validate=True)
+    except ValueError as error:
+        raise DamagedGallery(f"the {name} of row {row['key']!r} cannot be read ({error})") from None
 
 
 def _base64(data: bytes) -> str:
