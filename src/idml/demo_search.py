@@ -55,17 +55,18 @@ def deal_out(images: ImageSet) -> dict[str, Tensor]:
     order = torch.randperm(int(groups.max()) + 1, generator=random_stream("demo"))
     part = (order * 5) // len(order)  # of each group: 0 and 1 calibrate, 2 and 3 are collected, 4 is unknown
     place = part[groups][images.labels]
-    first = torch.zeros(len(images), dtype=torch.long)  # an image's place within its class
+    turn = torch.zeros(len(images), dtype=torch.long)  # a random order within each class
     seen: Counter[int] = Counter()
-    for i, label in enumerate(images.labels.tolist()):
-        first[i] = seen[label]
+    for i in torch.randperm(len(images), generator=random_stream("demo queries")).tolist():
+        label = int(images.labels[i])
+        turn[i] = seen[label]
         seen[label] += 1
     collected = (place == 2) | (place == 3)
     return {
         "calibration": (place < 2).nonzero().flatten(),
-        "collection": (collected & (first >= _KEPT_BACK)).nonzero().flatten(),
-        "known": (collected & (first < _KEPT_BACK)).nonzero().flatten(),
-        "unknown": ((place == 4) & (first < _UNKNOWN)).nonzero().flatten(),
+        "collection": (collected & (turn >= _KEPT_BACK)).nonzero().flatten(),
+        "known": (collected & (turn < _KEPT_BACK)).nonzero().flatten(),
+        "unknown": ((place == 4) & (turn < _UNKNOWN)).nonzero().flatten(),
     }
 
 
@@ -87,8 +88,9 @@ def _groups(images: ImageSet) -> Tensor:
 
 
 def _file(images: ImageSet, number: int) -> str:
-    character, _, font = images.sources[number].name.partition("/")
-    return f"{character}/{Path(font).stem}.png"
+    """Such as "U+0041 LATIN CAPITAL LETTER A/DejaVuSans.png": the first folder is the label."""
+    font = Path(images.sources[number].name).stem
+    return f"{images.classes[int(images.labels[number])]}/{font}.png"
 
 
 def _write(images: ImageSet, numbers: Tensor, folder: Path) -> None:

@@ -249,13 +249,11 @@ def test_a_file_is_seen_as_a_test_sees_it(saved, suffix, shape):
     assert torch.equal(load_square(path, 28) / 255, seen[0])
 
 
-
 def test_reduced_decoding_of_jpeg(saved):
     path = saved(Image.new("RGB", (2400, 1200), RED), "large.jpg")
     assert read_image(path).size == read_image(path, min_side=32).size == (1200, 600)
     assert min(read_image(path, min_side=601).size) >= 601
     assert read_image(saved(Image.new("RGB", (2400, 1200), RED), "large.png")).size == (2400, 1200)
-
 
 
 def test_narrow_images_are_squeezed_into_the_square(saved):

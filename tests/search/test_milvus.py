@@ -21,7 +21,7 @@ from idml.metric import IntrospectiveMetric
 from idml.search.engines import DamagedGallery, Properties, milvus_reading, milvus_rows
 from idml.search.engines.embedded import EmbeddedEngine
 from idml.search.engines.milvus import MilvusEngine
-from idml.search.engines.milvus_place import Place
+from idml.search.engines.milvus_place import Connection, Place
 from idml.search.engines.milvus_search import MilvusSearch
 
 DOCS = Path(__file__).parents[2] / "docs" / "milvus.md"
@@ -478,3 +478,22 @@ def test_properties_are_kept_as_json(milvus, collections):  # noqa: F811
     with raw(milvus) as client:
         text = client.describe_collection(engine.place.collection)["description"]
     assert json.loads(text) == {"idml": 1, "model": "a model", "dimensions": D, "uncertainty": 3}
+
+
+def test_found_items_are_not_asked_for_again(collections):
+    engine = collections.fresh(PROPERTIES)
+    items, e, images = batch((1, 0), (2, 1), (3, 2))
+    engine.add(items, e, images)
+    engine.search(e, 2)
+    with mock.patch.object(Connection, "do", side_effect=AssertionError):
+        assert [engine.get(item.id) for item in items] == items
+    with collections.again(engine, write=True) as other:
+        other.relabel({"i1": "new"})
+    engine.refresh()
+    assert engine.get("i1").label == "new"
+    engine.search(e, 2)
+    engine.relabel({"i2": "newer"})
+    assert engine.get("i2").label == "newer"
+    engine.search(e, 2)
+    engine.remove(["i3"])
+    assert engine.get("i3") is None

@@ -5,7 +5,7 @@ image's own class, the scores of a wrong label are
 
     disagreement       1 − p_y, k = 10: the simplest rival
     disagreement_100   the same with k = 100
-    vote               1 − p_y, k = 200, each weighted by exp(−(d² − d₁²) / (0.2 · median of d_k²))
+    vote               1 − p_y, k = 200, each weighted by exp(−(d² − d₁²) / (0.2 · d_k²))
     confident          max_{c ≠ y} (p_c − t_c) − (p_y − t_y), p as in vote, t_c the mean p_c of the images labelled c:
                        after confident learning (Northcutt et al., 2021), which does not expect as much of every class
     centroid           max_{c ≠ y} cos(s, m_c) − cos(s, m_y), m the classes' means
@@ -135,8 +135,8 @@ def _votes(unit: Tensor, own: Tensor, sizes: Tensor, score: str) -> Iterator[Row
 def _weights(found: Neighbours) -> Tensor:
     """What each neighbour's vote counts; 1 in all for each image."""
     seen, squares = found.indices >= 0, found.distances.double().square()
-    width = _WIDTH * float(squares.masked_fill(~seen, 0.0).amax(dim=1).median())
-    weights = ((squares[:, :1] - squares) / max(width, 1e-12)).exp().masked_fill(~seen, 0.0)
+    width = _WIDTH * squares.masked_fill(~seen, 0.0).amax(dim=1, keepdim=True)
+    weights = ((squares[:, :1] - squares) / width.clamp_min(_TINY)).exp().masked_fill(~seen, 0.0)
     return weights / weights.sum(dim=1, keepdim=True)
 
 

@@ -77,7 +77,7 @@ class Connection:
     """
 
     def __init__(self, place: Place) -> None:
-        self.place, self.needed = place, 0
+        self.place, self.needed, self.looks = place, 0, 0
         self._mutex = threading.Lock()
         try:
             from pymilvus import MilvusClient  # type: ignore[import-untyped,unused-ignore]
@@ -102,6 +102,7 @@ class Connection:
             now = self._client._get_connection().alloc_timestamp(timeout=_ANSWER)
         with self._mutex:
             self.needed = max(self.needed, now)
+            self.looks += 1
 
     def do(self, method: str, *, seconds: float = _ANSWER, **arguments: Any) -> Any:
         """Call a method of MilvusClient with the collection and a time limit."""

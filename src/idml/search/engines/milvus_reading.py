@@ -48,7 +48,8 @@ class MilvusReading:
         self._properties, self._write = properties, write
         self._connection: Connection | None = connection
         self._mutex = threading.RLock()
-        self._largest: tuple[int, float] | None = None  # the state it is of, and ‖u‖
+        self._largest: tuple[int, float] | None = None  # at which look it was found, and ‖u‖
+        self._found: tuple[int, dict[str, Item]] = (0, {})  # at which look, and what the last search found
         connection.look()
         self._looked, self._items = time.time_ns(), connection.count()
         self._stamps = self._written()  # of the latest changes that we know of
@@ -60,6 +61,9 @@ class MilvusReading:
 
     def get(self, id: str) -> Item | None:
         """The item with this id, if there is one."""
+        state, found = self._found
+        if state == self._opened().looks and id in found:  # whoever searches asks for what was found, one by one
+            return found[id]
         row = self._fetch([id], ["item"]).get(id)
         return None if row is None else read_item(row)
 
@@ -94,7 +98,10 @@ class MilvusReading:
         side = query_rows(queries, self.properties, metric)
         connection = self._opened()
         largest = 0.0 if metric is None or self.index != "FLAT" else self._largest_level(connection)
-        return MilvusSearch(connection, self.properties, self.index, side, metric, largest).top(k)
+        state, search = connection.looks, MilvusSearch(connection, self.properties, self.index, side, metric, largest)
+        found = search.top(k)
+        self._found = state, search.items
+        return found
 
     def duplicates(self, threshold: float) -> list[list[str]]:
         """Groups of items with equal checksums, or linked by distances of unit vectors below the threshold.
@@ -172,8 +179,8 @@ class MilvusReading:
 
     def _largest_level(self, connection: Connection) -> float:
         with self._mutex:
-            if self._largest is None or self._largest[0] != connection.needed:
-                self._largest = (connection.needed, largest_level(connection))
+            if self._largest is None or self._largest[0] != connection.looks:
+                self._largest = (connection.looks, largest_level(connection))
             return self._largest[1]
 
     def _fetch(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Row]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import Found, Properties
+from idml.search.engines import Found, Item, Properties
 from idml.search.engines.exact import LARGEST, ExactSearch, Side
 from idml.search.engines.milvus_place import Connection
 from idml.search.engines.milvus_rows import page_rows, read_item, semantic, uncertainty
@@ -71,6 +71,7 @@ class MilvusSearch:
     ) -> None:
         self.connection, self.properties, self.index = connection, properties, index
         self.queries, self.metric, self.largest = queries, metric, largest
+        self.items: dict[str, Item] = {}  # that were found, by id
         self.fields = ["key", "semantic", *([] if metric is None else ["uncertainty"]), "item", "added"]
         self.most = page_rows(properties, self.fields)
         self.slack = 4 * (properties.dimensions + 32) * 2.0**-24
@@ -116,14 +117,15 @@ class MilvusSearch:
         items, q, one = Side.of(semantic(rows, self.properties), u), self.queries, slice(i, i + 1)
         query = Side(q.s[one], q.s_squares[one], q.u[one], q.u_squares[one])
         order, distances = ExactSearch(query, items, self.metric).top(k)
-        ids = [read_item(rows[row]).id for row in order[0].tolist()]
+        first = [read_item(rows[row]) for row in order[0].tolist()]
+        self.items.update((item.id, item) for item in first)
         if self.index != "FLAT":
             sure = True  # as sure as it gets
         elif len(hits) < limit:  # all, unless Milvus listed a row twice while it moved it
             sure = len(hits) >= self.count
         else:
             sure = float(distances[0, -1]) * _ROUND < self._beyond(i, max(hit["distance"] for hit in hits))
-        return ids, distances[0], sure
+        return [item.id for item in first], distances[0], sure
 
     def _beyond(self, i: int, last: float) -> float:
         """What every item is farther than that is not among the candidates."""
