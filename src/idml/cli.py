@@ -36,7 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         "reproduce", help="a table of results", description="Make a table, cell by cell; a stopped one goes on."
     )
     reproducing.set_defaults(handler=_reproduce)
-    reproducing.add_argument("what", metavar="WHAT", help="first (losses and methods) or uncertainty (scores)")
+    reproducing.add_argument(
+        "what",
+        metavar="WHAT",
+        help="first (losses and methods), uncertainty (scores), guarantee (promised errors), audit (wrong labels)",
+    )
     reproducing.add_argument("--data", metavar="SPEC", default="glyphs", help="data set (default glyphs)")
     reproducing.add_argument("--seeds", type=int, metavar="N", default=3, help="runs of each cell (default 3)")
     reproducing.add_argument("--out", metavar="DIR", default="results", help="where to put it (default results)")
@@ -112,13 +116,20 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
+    from idml.experiments.audit import reproduce_audit
     from idml.experiments.first import reproduce_first
+    from idml.experiments.guarantee import reproduce_guarantee
     from idml.experiments.uncertainty import reproduce_uncertainty
     from idml.training.display import Display
 
-    tables = {"first": reproduce_first, "uncertainty": reproduce_uncertainty}
+    tables = {
+        "first": reproduce_first,
+        "uncertainty": reproduce_uncertainty,
+        "guarantee": reproduce_guarantee,
+        "audit": reproduce_audit,
+    }
     if options.what not in tables:
-        raise ValueError(f"there is no table {options.what!r}; known are {' and '.join(tables)}")
+        raise ValueError(f"there is no table {options.what!r}; known are {', '.join(tables)}")
     if options.seeds < 1:
         raise ValueError(f"a table needs at least one seed, got {options.seeds}")
     with Display() as display:

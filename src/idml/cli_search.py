@@ -21,7 +21,10 @@ def add_commands(commands: Commands) -> None:
     fitting = _command(commands, "calibrate", _calibrate, "fit answers on held-out classes, and store them in the run")
     fitting.add_argument("of", metavar="RUN", help="a run directory")
     fitting.add_argument("--data", metavar="SPEC", required=True, help="data set, as in idml train")
-    fitting.add_argument("--split", metavar="SPLIT", default="official", help="which classes test (default official)")
+    fitting.add_argument("--split", metavar="SPLIT", help="which classes test (by default as in the run)")
+    fitting.add_argument(
+        "--unknown", type=float, metavar="X", default=0.25, help="share of queries that no image answers (0.25)"
+    )
 
     indexing = _command(commands, "index", _index, "add a folder of images to a gallery")
     indexing.add_argument("of", metavar="RUN", help="a run directory, or 'pretrained'")
@@ -94,7 +97,12 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     with _display("calibrating") as display:
         result = calibrate_run(
-            options.of, options.data, split=options.split, progress=display.report, note=display.note
+            options.of,
+            options.data,
+            split=options.split,
+            unknown=options.unknown,
+            progress=display.report,
+            note=display.note,
         )
     _show(result, options.json, result["words"])
     print(f"the report is {result['report']}", file=sys.stderr)
