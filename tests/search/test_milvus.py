@@ -24,6 +24,7 @@ from idml.search.engines.milvus import MilvusEngine
 from idml.search.engines.milvus_place import Connection, Place
 from idml.search.engines.milvus_search import MilvusSearch
 
+LONG = "IDML_KILLS" in os.environ  # make faults
 DOCS = Path(__file__).parents[2] / "docs" / "milvus.md"
 
 
@@ -230,7 +231,7 @@ def test_everything_in_small_pages(folders, collections, monkeypatch):
 
 
 def test_more_items_than_milvus_gives_at_a_time(collections):
-    count = milvus_rows.MOST + 616
+    count = milvus_rows.MOST + 616 if LONG else 1000
     engine = collections.fresh(Properties("m", 2))
     angle = torch.linspace(0, 6.28, count)
     engine.add([item(f"{n}") for n in range(count)], Embeddings.certain(torch.stack([angle.cos(), angle.sin()], 1)))
@@ -242,15 +243,14 @@ def test_more_items_than_milvus_gives_at_a_time(collections):
     assert engine.search(expected, 3).ids[0][0] == str(int(near.double().argmin()))
 
 
-@pytest.mark.parametrize("index", ["HNSW", "IVF_FLAT"])
+@pytest.mark.parametrize("index", ["HNSW", "IVF_FLAT"] if LONG else ["HNSW"])
 def test_approximate_indexes(collections, index):
     """Measured exactly, in the right order, nearly all of the right ones; the index stays after opening again."""
     torch.manual_seed(5)
     s = torch.randn(40, 8)[torch.arange(3000) % 40] + 0.3 * torch.randn(3000, 8)
     engine = collections.fresh(Properties("m", 8, 2), index)
     engine.add([item(f"{n}") for n in range(3000)], Embeddings(s, 0.1 * torch.randn(3000, 2)))
-    if index == "HNSW":  # the index is built from what is flushed
-        engine._opened().do("flush")
+    engine._opened().do("flush")  # the index is built from what is flushed
     with collections.again(engine) as reader:
         assert reader.index == index
         stored, hits = reader.embeddings(), 0

@@ -1,10 +1,14 @@
 """An audit of made pictures, to be reviewed by the tests."""
 
+import json
 import os
+import shutil
 
 import numpy as np
 from PIL import Image
 
+from idml.data.catalogue import load_dataset
+from idml.evaluation.audit_images import AuditImages
 from idml.evaluation.auditing import audit_run
 
 WRONG = "=<img src=x onerror=alert(1)>.png"
@@ -31,3 +35,13 @@ def audited(folder, run):
     spec, out = f"folder:{pictures(folder / 'data')}", folder / "out"
     audit_run(run, spec, out)
     return spec, out
+
+
+def copied(folder, to):
+    """A copy of what `audited` made, for a test to change; the images' new stamps are those that were audited."""
+    for name in ("data", "out"):
+        shutil.copytree(folder / name, to / name)
+    audit = json.loads((to / "out" / "audit.json").read_text())
+    audit["images_version"] = AuditImages.of(load_dataset(f"folder:{to / 'data'}")).version
+    (to / "out" / "audit.json").write_text(json.dumps(audit))
+    return to

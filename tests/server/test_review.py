@@ -2,13 +2,12 @@
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
-from reviewed import FOREIGN, WRONG, audited
+from reviewed import FOREIGN, WRONG, audited, copied
 from serving import said
 
 from idml.evaluation.audit_decisions import FILE, read
@@ -35,11 +34,9 @@ def original(tmp_path_factory, tiny_run):
 
 
 @pytest.fixture
-def place(original, tmp_path, tiny_run):
-    """The data and their audit, for one test to change; copied files are as old as the originals."""
-    shutil.copytree(original / "data", tmp_path / "data")
-    audit_run(tiny_run, f"folder:{tmp_path / 'data'}", tmp_path / "out")
-    return tmp_path
+def place(original, tmp_path):
+    """The data and their audit, for one test to change."""
+    return copied(original, tmp_path)
 
 
 def connected(place):
@@ -331,14 +328,13 @@ def test_names_are_sent_as_they_are(client):
 
 
 def started(place):
-    code = (
-        "import sys; from idml.server.review import serve_review\n"
-        f"serve_review({str(place / 'out')!r}, {'folder:' + str(place / 'data')!r}, port=0,"
-        " note=lambda line: print(line, flush=True))"
-    )
-    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    line = server.stdout.readline()
-    url = re.search(r"http://127\.0\.0\.1:\d+/", line)[0]
+    """The server in a process of its own, and where it listens."""
+    context = multiprocessing.get_context("fork")
+    told, tell = context.Pipe(duplex=False)
+    options = {"port": 0, "note": tell.send}
+    server = context.Process(target=serve_review, args=(place / "out", f"folder:{place / 'data'}"), kwargs=options)
+    server.start()
+    url = re.search(r"http://127\.0\.0\.1:\d+/", told.recv())[0]
     for _ in range(300):
         try:
             urllib.request.urlopen(url, timeout=1).read()
@@ -361,13 +357,15 @@ def test_kill_9_loses_no_acknowledged_decision(place):
         for item in range(3):
             post(url, {"item": item, "decision": "keep"})
     finally:
-        server.send_signal(signal.SIGKILL)
-        server.wait()
+        server.kill()
+        server.join()
     assert len(read(place / "out")) == 3
+    assert not (place / "out" / "cleaned.csv").exists()
     server, url = started(place)
     post(url, {"item": 3, "decision": "exclude"})
-    server.send_signal(signal.SIGINT)
-    assert server.wait(30) == 0
+    os.kill(server.pid, signal.SIGINT)
+    server.join(30)
+    assert server.exitcode == 0
     assert len(read(place / "out")) == 4
     assert (place / "out" / "cleaned.csv").exists()  # an orderly end writes it
 
@@ -392,7 +390,7 @@ def test_it_listens_on_this_machine_only(place, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(OSError, match="cannot listen on port .* give another by --port"):
+        with pytest.raises(OSError, match=r"cannot listen on port .* give another by --port"):
             serve_review(place / "out", f"folder:{place / 'data'}", port=taken.getsockname()[1])
     with pytest.raises(ValueError, match="a port lies in 0 … 65535"):
         serve_review(place / "out", f"folder:{place / 'data'}", port=70000)

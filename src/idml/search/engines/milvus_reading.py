@@ -33,6 +33,7 @@ from idml.search.engines.milvus_rows import (
     uncertainty,
 )
 from idml.search.engines.milvus_search import MilvusSearch, largest_level
+from idml.search.engines.vectors import FLOAT
 
 _KEYS = 1000  # keys named in one request
 _SKEW = 5 * 10**9  # nanoseconds that clocks of different machines may be apart
@@ -215,6 +216,8 @@ class MilvusReading:
 
     def _query(self, condition: str, names: Sequence[str]) -> list[Row]:
         rows: list[Row] = list(self._opened().read("query", filter=condition, output_fields=["key", *names]))
+        for row in rows if "semantic" in names else ():
+            row["semantic"] = np.array(row["semantic"], FLOAT)  # an eighth of a list of numbers
         return rows
 
 

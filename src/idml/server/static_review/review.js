@@ -9,7 +9,7 @@ const KINDS = {
 const TITLES = {mislabelled: "Likely mislabelled", duplicate: "Duplicate", ambiguous: "Ambiguous"};
 const SAID = {keep: "Kept", relabel: "Relabelled", exclude: "Excluded", undo: "Undone"};
 const at = (id) => document.getElementById(id);
-const state = {kind: "all", item: null, busy: false, made: []};
+const state = {item: null, busy: false, made: []};
 
 async function ask(path, body) {
   const options = body === undefined ? {} : {
@@ -45,7 +45,7 @@ function showProgress(progress) {
     const counts = progress[kind];
     at(`count-${kind}`).textContent = `${words} (${counts.open} of ${counts.total} open)`;
   }
-  const {open, total} = progress[state.kind];
+  const {open, total} = progress[at("kind").value];
   at("bar").max = Math.max(total, 1);
   at("bar").value = total - open;
   at("progress").textContent = `${total - open} of ${total} decided`;
@@ -94,7 +94,7 @@ function show(told) {
 }
 
 async function next(after) {
-  const query = new URLSearchParams({kind: state.kind, decided: at("decided").checked});
+  const query = new URLSearchParams({kind: at("kind").value, decided: at("decided").checked});
   if (after !== undefined) query.set("after", after);
   show(await ask(`/api/next?${query}`));
 }
@@ -115,8 +115,11 @@ function decide(decision) {
     const told = await ask("/api/decisions", body);
     state.made.push(item.id);
     const to = decision === "relabel" ? ` to ${body.label}` : "";
-    at("status").textContent = `${SAID[decision]}: ${told.item.image}${to}.`;
-    await next(item.id);
+    try {
+      await next(item.id);
+    } finally {
+      at("status").textContent = `${SAID[decision]}: ${told.item.image}${to}.`;
+    }
   });
 }
 
@@ -128,16 +131,16 @@ function undo() {
     }
     const told = await ask("/api/decisions", {item: state.made.at(-1), decision: "undo"});
     state.made.pop();
-    at("status").textContent = `Undone: ${told.item.image} is open again.`;
     show(told);
+    at("status").textContent = `Undone: ${told.item.image} is open again.`;
   });
 }
 
 function skip() {
   return act(async () => {
     if (!state.item) return;
-    at("status").textContent = "Skipped.";
     await next(state.item.id);
+    at("status").textContent = "Skipped.";
   });
 }
 
@@ -162,22 +165,13 @@ async function complete() {
 }
 
 function filters() {
-  for (const kind of Object.keys(KINDS)) {
-    const label = document.createElement("label");
-    const input = document.createElement("input");
-    const count = document.createElement("span");
-    input.type = "radio";
-    input.name = "kind";
-    input.value = kind;
-    input.checked = kind === state.kind;
-    input.addEventListener("change", () => act(async () => {
-      state.kind = kind;
-      await next();
-    }));
-    count.id = `count-${kind}`;
-    label.append(input, count);
-    at("kinds").append(label);
-  }
+  at("kind").replaceChildren(...Object.keys(KINDS).map((kind) => {
+    const option = document.createElement("option");
+    option.value = kind;
+    option.id = `count-${kind}`;
+    return option;
+  }));
+  at("kind").addEventListener("change", () => act(() => next()));
 }
 
 function key(event) {
@@ -186,6 +180,7 @@ function key(event) {
     if (event.key === "Escape") at("title").focus();
     return;
   }
+  if (event.target === at("kind")) return;  // letters choose there
   if (!at("keys").checked) return;  // for those who dictate, or whose screen reader uses such keys
   const actions = {
     k: () => decide("keep"), r: () => decide("relabel"), d: () => decide("exclude"), s: skip, u: undo,
