@@ -202,7 +202,8 @@ def _audit(options: argparse.Namespace) -> int:
             progress=display.report,
             note=display.note,
         )
-    _show(result, options.json, result["words"])
+    counts = result["counts"].items()
+    _show(result, options.json, [f"{kind}: {n['listed']:,} listed, {n['open']:,} not decided" for kind, n in counts])
     print(f"the report is {result['report']}", file=sys.stderr)
     if options.review:
         from idml.server.review import serve_review
