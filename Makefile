@@ -24,8 +24,8 @@ lint: setup
 	$(BIN)/mypy
 
 faults: setup
-	IDML_KILLS=12 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py \
-		tests/search/test_kills.py tests/search/test_damage.py
+	IDML_KILLS=20 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py \
+		tests/search/test_kills.py tests/search/test_damage.py tests/search/test_folder.py tests/search/test_milvus.py
 
 bench: setup
 	$(BIN)/python benchmarks/loss_step.py
@@ -34,6 +34,8 @@ bench: setup
 	$(BIN)/python benchmarks/allocator.py
 	$(BIN)/python benchmarks/evaluate.py --size cub
 	$(BIN)/python benchmarks/gallery.py
+	$(BIN)/python benchmarks/serve.py
+	$(BIN)/python benchmarks/onnx_runtime.py
 	$(BIN)/python benchmarks/made_data.py
 
 clean:

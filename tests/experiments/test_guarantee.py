@@ -3,6 +3,7 @@
 import json
 import os
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ SMALL = {
     "per_class": 2, "holdout": 0.0,
 }  # fmt: skip
 
+RESULTS = Path(__file__).parents[2] / "results"
 ROUNDS = int(os.environ.get("IDML_ROUNDS", "8"))  # 200 by hand
 
 
@@ -138,12 +140,17 @@ def test_tables(measured):
     for told, (value, high) in zip(drawn, ((-0.01, -0.005), (-0.02, 0.005), (0.06, 0.07)), strict=True):
         told["gain"]["r_auroc"], told["gain"]["intervals"]["r_auroc"] = value, [-0.03, high]
     assert against(often)[1][1][6:7] == ["+0.010 [-0.030, +0.023]"]
-    assert against(often)[1][1][-2:] == ["2", "1"]
+    assert against(often)[1][1][9] == "2 (1)"
     header, rows = scores([*results, *results])
     assert len(rows) == 2 * (13 + 9)
     assert rows[0][2] == "P(right)"
     value = measured[0.0]["scores"]["labelled"][0]["scores"]["P(right)"]
     assert rows[0][3].startswith(f"{value['r_auroc']:.3f} [")
+
+
+@pytest.mark.parametrize("table", sorted(RESULTS.glob("guarantee-*/[at]*.md")), ids=lambda p: "/".join(p.parts[-2:]))
+def test_the_docs_show_the_tables_that_were_made(table):
+    assert table.read_text() in (RESULTS.parent / "docs" / "calibration.md").read_text()
 
 
 @pytest.fixture

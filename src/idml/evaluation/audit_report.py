@@ -21,8 +21,8 @@ JSON, CSV, REPORT = "audit.json", "audit.csv", "report.html"
 _COLUMNS = (
     "rank", "kind", "image", "split", "label", "suggested label", "score", "why", "partners", "decision", "checksum"
 )  # fmt: skip
-_TOP = 12  # findings of each list that the report shows
-_BESIDE = 5  # images beside each
+_TOP = 10  # findings of each list that the report shows
+_BESIDE = 4  # images beside each
 _TITLES = {
     "mislabelled": ("Likely mislabelled", "Left the image in question, then the nearest images of the two classes."),
     "duplicate": ("Duplicates", "Left the image in question, then the images it repeats."),

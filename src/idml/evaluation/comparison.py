@@ -120,6 +120,7 @@ def _against(gain: dict[str, Any], name: str, other: str) -> str:
     span = gain["intervals"]["r_auroc"]
     if span is None or span[0] <= 0 <= span[1]:
         word = "not clearly above" if gain["r_auroc"] >= 0 else "below, though not clearly,"
+        word = "no different from" if abs(gain["r_auroc"]) < 0.0005 else word
     else:
         word = "above" if span[0] > 0 else "BELOW"
     return f"{name} is {word} {other}: {gain['r_auroc']:+.3f}{_span(span)}"

@@ -13,7 +13,7 @@ in a share δ = 0.1. Beside it stand the errors among *fresh* queries, those tha
 top, so they exceed the wished rate more often.
 
 Expected cost on two cores: CUB at 112 px 3 minutes of features for each seed, glyphs a minute of training, then for
-each seed and share some 5 minutes, on glyphs 15.
+each seed and share 1 to 3 minutes, on glyphs 2 to 6.
 """
 
 import json

@@ -65,7 +65,7 @@ def against(results: list[Result]) -> tuple[list[str], list[list[str]]]:
     """
     header = [
         "gallery", "unknown", "seed", "P, R-AUROC", "best single score", "its R-AUROC", "difference",
-        "AUGRC × 1000 saved", "draws", "P below in R-AUROC", "clearly",
+        "AUGRC × 1000 saved", "draws", "P below in R-AUROC (clearly)", "in AUGRC (clearly)", "u adds to the mix",
     ]  # fmt: skip
     rows = []
     for gallery, share, group in _groups(results):
@@ -74,13 +74,12 @@ def against(results: list[Result]) -> tuple[list[str], list[list[str]]]:
             gains = [told["gain"] for told in drawn]
             names = [told["best"] for told in drawn]
             singles = [told["scores"][told["best"]] for told in drawn]
-            below = [gain for gain in gains if gain["r_auroc"] is not None and gain["r_auroc"] < 0]
-            clearly = [gain for gain in below if gain["intervals"]["r_auroc"][1] < 0]
             own = _means([told["scores"][P] for told in drawn], "r_auroc", span=False)
             single = [max(sorted(set(names)), key=names.count), _means(singles, "r_auroc", span=False)]
             saved = [_means(gains, "r_auroc", sign=True), _means(gains, "augrc", 1000.0, sign=True)]
-            counts = [str(len(list_)) for list_ in (gains, below, clearly)]
-            rows.append([gallery, f"{share:.0%}", str(result["options"]["seed"]), own, *single, *saved, *counts])
+            counts = [str(len(gains)), _below(gains, "r_auroc"), _below(gains, "augrc")]
+            of_u = _means([told["gain_of_u"] for told in drawn], "r_auroc", sign=True)
+            rows.append([gallery, f"{share:.0%}", str(result["options"]["seed"]), own, *single, *saved, *counts, of_u])
     return header, rows
 
 
@@ -117,6 +116,12 @@ def _means(
     middle = format(factor * _mean([f[figure] for f in known]), form)
     low, high = (format(factor * _mean([f["intervals"][figure][i] for f in known]), form) for i in (0, 1))
     return f"{middle} [{low}, {high}]" if span else middle
+
+
+def _below(gains: list[dict[str, Any]], figure: str) -> str:
+    """In how many draws P is below, and in how many of these the whole interval of the difference is."""
+    below = [gain for gain in gains if gain[figure] is not None and gain[figure] < 0]
+    return f"{len(below)} ({sum(gain['intervals'][figure][1] < 0 for gain in below)})"
 
 
 def _share(part: float, whole: float) -> str:
