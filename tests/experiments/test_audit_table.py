@@ -165,6 +165,6 @@ def test_a_data_set_that_knows_its_ambiguous_images_gets_a_second_table(pictures
     json.dumps(found["results"], allow_nan=False)
 
 
-@pytest.mark.parametrize("table", sorted(ROOT.glob("results/audit-*/*.md")), ids=lambda path: path.parent.name)
-def test_tables_of_the_docs_are_the_ones_that_were_made(table):
-    assert table.read_text() in (ROOT / "docs" / "audit.md").read_text()
+def test_tables_of_the_docs_are_the_ones_that_were_made():
+    page = (ROOT / "docs" / "audit.md").read_text()
+    assert [table for table in ROOT.glob("results/audit-*/*.md") if table.read_text() not in page] == []

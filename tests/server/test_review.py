@@ -41,7 +41,7 @@ def place(original, tmp_path):
 
 def connected(place):
     app = review_app(place / "out", f"folder:{place / 'data'}")
-    return TestClient(app, base_url="http://127.0.0.1:8770")
+    return TestClient(app, base_url="http://127.0.0.1:8001")
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_bodies_that_are_none(client):
     "headers",
     [
         {"host": "evil.example"},
-        {"host": "evil.example:8770"},
+        {"host": "evil.example:8001"},
         {"host": "127.0.0.1.evil.example"},
         {"host": ""},
         {"origin": "http://evil.example"},
@@ -253,7 +253,7 @@ def test_other_sites_can_neither_read_nor_decide(client, place, headers):
 
 
 def test_its_own_page_and_a_link_to_it_are_welcome(client):
-    own = {"origin": "http://127.0.0.1:8770", "sec-fetch-site": "same-origin"}
+    own = {"origin": "http://127.0.0.1:8001", "sec-fetch-site": "same-origin"}
     assert client.post("/api/decisions", json={"item": 0, "decision": "keep"}, headers=own).status_code == 200
     assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
     assert client.get("/", headers={"host": "localhost:1"}).status_code == 200
@@ -394,4 +394,4 @@ def test_it_listens_on_this_machine_only(place, monkeypatch):
             serve_review(place / "out", f"folder:{place / 'data'}", port=taken.getsockname()[1])
     with pytest.raises(ValueError, match="a port lies in 0 … 65535"):
         serve_review(place / "out", f"folder:{place / 'data'}", port=70000)
-    assert review_module.PORT == 8770
+    assert review_module.PORT == 8001

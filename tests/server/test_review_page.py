@@ -204,10 +204,10 @@ def test_keys_can_be_turned_off_and_shortcuts_of_the_browser_stay(served, visit,
 def test_a_review_that_has_ended_says_so(served, visit, expect):
     page = visit(served.url)
     ready(page, expect)
-    page.route("**/api/decisions", lambda route: route.abort())
+    page.context.set_offline(True)
     page.keyboard.press("k")
     expect(page.get_by_role("alert")).to_have_text("The review no longer answers. Is the command still running?")
-    visit.wrong = [line for line in visit.wrong if "ERR_FAILED" not in line]
+    visit.wrong = [line for line in visit.wrong if "ERR_INTERNET_DISCONNECTED" not in line]
     assert served.decisions() == []
 
 

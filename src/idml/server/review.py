@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
-PORT = 8770
+PORT = 8001
 _HOSTS = ("127.0.0.1", "localhost")
 _STATIC = {"index.html": "text/html", "style.css": "text/css", "review.js": "text/javascript"}
 _LARGE, _SMALL = 768, 192  # pixels along the longer side
