@@ -295,3 +295,14 @@ def test_a_model_that_was_never_trained_starts_as_in_the_torch_embedder(tmp_path
     _, found = network(torch.stack([prepared(image, 28) for image in images]))
     wanted = open_embedder(tmp_path).embed(images).uncertainty
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_pretrained_is_the_trunk_of_the_torch_embedder():
+    network, config, fingerprint = export._network("pretrained")
+    embedder = open_embedder("pretrained")
+    assert (list(network.heads), fingerprint) == ([], embedder.fingerprint)
+    assert (config.embedding_dim, config.image_size) == (embedder.dimensions, 224)
+    image = Image.fromarray(pictures(config, 3)[2].transpose(1, 2, 0))
+    with torch.no_grad():
+        (found,) = network(prepared(image, 224)[None])
+    torch.testing.assert_close(found, embedder.embed([image]).semantic)

@@ -13,7 +13,7 @@ from idml.export import FORMAT, OnnxFile, export_onnx, open_session, read_onnx, 
 from idml.files import cache_folder
 from idml.search.embedder import PRETRAINED, fingerprint_of, prepared
 
-BATCH = 16  # images at once: larger batches gain nothing
+BATCH = 16  # images at once: 64 were at most 5 % faster (lite0 at 112 px, conv4)
 _log = logging.getLogger(__name__)
 
 
