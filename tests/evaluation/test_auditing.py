@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 from idml.data.catalogue import load_dataset
+from idml.data.sources import Dataset
 from idml.evaluation import auditing
-from idml.evaluation.audit_cleaned import write_cleaned
+from idml.evaluation.audit_cleaned import cleaned, write_cleaned
 from idml.evaluation.audit_decisions import FILE, Decision, Settled, append, now, read
 from idml.evaluation.audit_images import AuditImages, checksum
 from idml.evaluation.audit_report import read_audit
@@ -221,8 +222,8 @@ def test_the_cleaned_list_can_be_trained_on(run, data, tmp_path):
     decide(out, findings(out, "duplicate")[0], "exclude")
     notes = []
     result = audit_run(run, spec, out, note=notes.append)
-    cleaned = result["cleaned"]
-    assert {key: cleaned[key] for key in ("images", "relabelled", "excluded")} == {
+    told = result["cleaned"]
+    assert {key: told[key] for key in ("images", "relabelled", "excluded")} == {
         "images": 48, "relabelled": 1, "excluded": 1,
     }  # fmt: skip
     assert "1 image left out of cleaned.csv: names that are not UTF-8 cannot stand in it" in notes
@@ -306,6 +307,26 @@ def test_decisions_that_leave_nothing_are_told(data, tmp_path):
     ]
     with pytest.raises(ValueError, match="the decisions leave no image"):
         write_cleaned(images, Settled(gone), tmp_path)
+
+
+def test_a_gallery_is_a_part_too_and_an_image_may_have_two_labels(run, data, tmp_path):
+    whole = load_dataset(f"folder:{data}")
+    dataset = Dataset("shop", whole.train, whole.test[:10], whole.test[10:])
+    images = AuditImages.of(dataset)
+    assert images.splits == ["train"] * 24 + ["test"] * 10 + ["gallery"] * 16
+    assert [images.label(n) for n in (0, 24, 34)] == ["class 0", "class 4", images.label(34)]
+    rows, _ = cleaned(images, Settled([]))
+    assert {split for _, _, split in rows} == {"train", "test"}
+    lines = ["path,label", *(f"data/{s.name},{s.name[:7]}" for s in whole.train.sources if FOREIGN not in s.name)]
+    (tmp_path / "list.csv").write_text("\n".join([*lines, "data/class 1/1.png,class 2"]))
+    audit_run(run, f"csv:{tmp_path / 'list.csv'}", tmp_path / "out")
+    twice = findings(tmp_path / "out", "duplicate")[0]
+    assert (twice["image"], twice["label"], twice["suggested"]) == ("data/class 1/1.png", "class 2", "class 1")
+    decide(tmp_path / "out", twice, "exclude")
+    audit_run(run, f"csv:{tmp_path / 'list.csv'}", tmp_path / "out")
+    kept = load_dataset(f"csv:{tmp_path / 'out' / 'cleaned.csv'}", split="all").train
+    assert len(kept) == 23
+    assert "images/data/class 1/1.png" in [source.name for source in kept.sources]  # under its right label
 
 
 # ---- bad input

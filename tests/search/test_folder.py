@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import shutil
+import signal
 import time
 from dataclasses import astuple
 from pathlib import Path
@@ -326,17 +327,24 @@ def test_killed_at_random_moments(run, tmp_path):
     chance, partly = random.Random(0), 0
     for _ in range(KILLS):
         shutil.rmtree(tmp_path / "killed", ignore_errors=True)
-        for _ in range(3):
+        for waits in (True, False, False):
             acknowledged, ready = os.pipe()
 
-            def work(ready=ready):
+            def work(ready=ready, waits=waits):
+                def progress(done, _):
+                    os.write(ready, bytes([64]))
+                    if waits:  # for its end: at least this one dies in the middle, however busy the machine
+                        signal.pause()
+
                 with open_or_create(tmp_path / "killed", run) as gallery:
                     os.write(ready, b"ready")
-                    index_folder(gallery, tmp_path / "photos", progress=lambda done, _: os.write(ready, bytes([64])))
+                    index_folder(gallery, tmp_path / "photos", progress=progress)
 
             with child(work):
                 os.close(ready)
                 os.read(acknowledged, 5)
+                if waits:
+                    assert os.read(acknowledged, 1) == bytes([64])
                 time.sleep(chance.random() * takes / 2)
             with open(acknowledged, "rb") as pipe:
                 said = min(301, sum(pipe.read()))

@@ -76,7 +76,7 @@ def mislabelled(embeddings: Embeddings, labels: Tensor, *, score: str = "discrim
     if score in _NEIGHBOURS:
         parts = _votes(unit, own, sizes, score)
     else:
-        parts = (_centroids if score == "centroid" else _discriminants)(unit.double(), own, sizes)
+        parts = (_centroids if score == "centroid" else _discriminants)(unit, own, sizes)
     for rows, support in parts:
         mine = support.gather(1, own[rows].unsqueeze(1)).squeeze(1)
         other = support.scatter(1, own[rows].unsqueeze(1), -math.inf).max(dim=1)
@@ -148,10 +148,10 @@ def _shares(found: Neighbours, weights: Tensor, own: Tensor, classes: int) -> It
 
 def _centroids(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
     """Cosines to the means of the classes."""
-    sums = unit.new_zeros(len(sizes), unit.shape[1]).index_add_(0, own, unit)
+    sums = _sums(unit, own, len(sizes))
     means = unit_rows(sums)
     for rows in _slices(len(own), len(sizes)):
-        x, y = unit[rows], own[rows]
+        x, y = unit[rows].double(), own[rows]
         mine = (unit_rows(sums[y] - x) * x).sum(dim=1, keepdim=True)
         yield rows, (x @ means.T).scatter_(1, y.unsqueeze(1), mine)
 
@@ -166,10 +166,10 @@ def _discriminants(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
         d²(m_c) = ‖z − M_c‖² + a·(ρ·(z − M_c))²/(1 − a·ρ²)         d²(m_y) = (N/(N − 1))² · ρ²/(1 − a·ρ²)
     """
     n, classes, width = len(own), len(sizes), unit.shape[1]
-    means = unit.new_zeros(classes, width).index_add_(0, own, unit) / sizes.unsqueeze(1)
-    within = unit.new_zeros(width, width)
+    means = _sums(unit, own, classes) / sizes.unsqueeze(1)
+    within = torch.zeros(width, width, dtype=torch.float64)
     for rows in _slices(n, width):
-        r = unit[rows] - means[own[rows]]
+        r = unit[rows].double() - means[own[rows]]
         within += r.T @ r
     within *= (1 - _SHRINKAGE) / (n - classes)
     variance = float(within.trace()) / (1 - _SHRINKAGE) / width
@@ -180,7 +180,7 @@ def _discriminants(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
     for rows in _slices(n, max(classes, width)):
         y, size = own[rows], sizes[own[rows]].double()
         others = size / (size - 1).clamp_min(1)
-        z = unit[rows] @ factor
+        z = unit[rows].double() @ factor
         rho = z - centres[y]
         length = rho.square().sum(dim=1)
         a = (1 - _SHRINKAGE) / (n - classes) * others
@@ -190,6 +190,14 @@ def _discriminants(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
         distance = plain + (a / left).unsqueeze(1) * turn.square()
         distance.scatter_(1, y.unsqueeze(1), (others.square() * length / left).unsqueeze(1))
         yield rows, distance.clamp_min_(_TINY).log_().mul_(-0.5)
+
+
+def _sums(unit: Tensor, own: Tensor, classes: int) -> Tensor:
+    """The sum of each class's images."""
+    sums = torch.zeros(classes, unit.shape[1], dtype=torch.float64)
+    for rows in _slices(len(own), unit.shape[1]):
+        sums.index_add_(0, own[rows], unit[rows].double())
+    return sums
 
 
 def _slices(n: int, columns: int) -> Iterator[slice]:

@@ -121,9 +121,8 @@ def _mislabelled(subject: Subject, suspicion: Suspicion, found: Neighbours, note
         rows, distances = _near(found, row)
         theirs = labels[rows].tolist()
         both = (suggested, int(labels[row]))
-        told = sorted(range(len(rows)), key=lambda i: (theirs[i] not in both, i))  # those of the two classes first
-        few = [[i for i in told if theirs[i] == label][: _SHOWN // 2] for label in both]
-        chosen = sorted({*few[0], *few[1]}) or list(range(min(_SHOWN, len(rows))))
+        few = [[i for i, label_there in enumerate(theirs) if label_there == label][: _SHOWN // 2] for label in both]
+        chosen = sorted(few[0] + few[1]) or list(range(len(rows)))[:_SHOWN]
         name, own = subject.images.classes[suggested], subject.label(row)
         counts = [sum(label == wanted for label in theirs[:_NEAR]) for wanted in both]
         seen = min(_NEAR, len(rows))
