@@ -16,7 +16,7 @@ demo: setup
 	$(BIN)/idml demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

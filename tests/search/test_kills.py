@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from made import Expected, child, expected_after, made, make_change, state
+from made import Expected, batch, child, expected_after, made, make_change, state
 
 from idml.search.engines.embedded import EmbeddedEngine
 
@@ -63,6 +63,56 @@ def test_killed_at_random_moments(tmp_path):
             shutil.rmtree(path)
             made(path).close()
             done = 0
+
+
+@pytest.mark.usefixtures("_no_waiting")
+@pytest.mark.parametrize("kind", ["add", "compact"])
+def test_killed_in_the_middle(tmp_path, kind):
+    """At random points of an add and of a compaction; a kill that comes too late does not count."""
+    path, chance, takes, hits = tmp_path / "g", random.Random(0), 0.0, 0
+
+    def work(told, fresh):
+        engine = EmbeddedEngine.open(path, write=True)
+        os.write(told, b"begun")
+        engine.add(*fresh) if kind == "add" else engine.compact()
+        os.write(told, b"done")
+        signal.pause()
+
+    for number in range(20 * KILLS):
+        if number % 20 == 0:  # to keep the log short
+            shutil.rmtree(path, ignore_errors=True)
+            made(path).close()
+            expected = Expected()
+        fresh = batch(*[(n, number) for n in range(100)])  # it replaces all there are
+        before = expected.state()
+        expected.add(*fresh)
+        if kind == "compact":
+            with EmbeddedEngine.open(path, write=True) as engine:
+                engine.add(*fresh)
+            before = expected.state()
+        said, told = os.pipe()
+        with child(lambda told=told, fresh=fresh: work(told, fresh)):
+            os.close(told)
+            assert os.read(said, 5) == b"begun"
+            started = time.monotonic()
+            if number == 0:  # not killed: how long does it take?
+                assert os.read(said, 4) == b"done"
+                takes = time.monotonic() - started
+            time.sleep(chance.random() * takes)
+        done = read_all(said) == b"done" or number == 0
+        with EmbeddedEngine.open(path) as reader:
+            found = state(reader)
+            assert found == expected.state() if done else found in (before, expected.state())
+            assert reader.verify() == []
+        with EmbeddedEngine.open(path, write=True) as writer:
+            assert state(writer) == found
+            assert len(list(path.glob("generation-*"))) == 1
+        if found == before and kind == "add":
+            expected = Expected({item.id: (item, *rest) for item, *rest in before})
+        hits += not done
+        if hits == KILLS:
+            return
+    raise AssertionError(f"only {hits} kills fell into the {kind}")
 
 
 CALLS = [(os, "pwrite"), (os, "fsync"), (os, "ftruncate"), (Path, "replace"), (Path, "mkdir"), (shutil, "rmtree")]

@@ -1,0 +1,243 @@
+"""Who keeps and searches vectors in `search.py`, and the made vectors. Libraries are imported where they are used."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+K = 10
+QUERIES = 256
+BLOCK = 1 << 14  # vectors made or read at a time
+Figures = dict[str, float]
+Rows = NDArray[np.float32]
+Numbers = NDArray[np.int64]
+
+
+class Size(NamedTuple):
+    """How many vectors, dimensions and classes; how many are added at a time; the index that Milvus makes."""
+
+    rows: int
+    dims: int
+    classes: int
+    batch: int
+    index: str
+
+    @property
+    def lists(self) -> int:
+        """Of faiss's IVF: as many as our Milvus engine asks for, but each with 40 vectors or more."""
+        return min(1024, self.rows // 40)
+
+
+SIZES = {
+    "60k": Size(60_502, 512, 11_316, 64, "HNSW"),
+    "1m": Size(1_000_000, 512, 100_000, 1000, "IVF_FLAT"),
+    "small": Size(3_000, 64, 200, 64, "HNSW"),
+}
+
+
+def make(folder: Path, size: Size) -> None:
+    """Write unit vectors in overlapping classes, queries of the same classes, and the nearest rows of every query."""
+    g = torch.Generator().manual_seed(0)
+    centres, plane = torch.randn(size.classes, 24, generator=g), torch.randn(24, size.dims, generator=g)
+
+    def some(count: int) -> torch.Tensor:
+        labels = torch.randint(size.classes, (count,), generator=g)
+        latent = centres[labels] + 0.6 * torch.randn(count, 24, generator=g)
+        return torch.nn.functional.normalize(latent @ plane + 0.5 * torch.randn(count, size.dims, generator=g))
+
+    queries = some(QUERIES)
+    near, rows = torch.empty(QUERIES, 0), torch.empty(QUERIES, 0, dtype=torch.long)
+    with (folder / "vectors.f32").open("wb") as file:
+        for first in range(0, size.rows, BLOCK):
+            x = some(min(BLOCK, size.rows - first))
+            x.numpy().tofile(file)
+            found = (queries @ x.T).topk(min(4 * K, len(x)), dim=1)
+            near, order = torch.cat([near, found.values], dim=1).topk(min(4 * K, first + len(x)), dim=1)
+            rows = torch.cat([rows, found.indices + first], dim=1).gather(1, order)
+    np.save(folder / "queries.npy", queries.numpy())
+    stored = np.memmap(folder / "vectors.f32", np.float32, "r", shape=(size.rows, size.dims))
+    gaps = (torch.from_numpy(stored[rows.numpy()]).double() - queries.double().unsqueeze(1)).square().sum(2)
+    np.save(folder / "nearest.npy", rows.gather(1, gaps.topk(K, largest=False).indices).numpy())
+
+
+class Contender:
+    """Someone who keeps vectors at a place and searches them; `fill` and `open` happen in processes of their own."""
+
+    def __init__(self, folder: Path, size: Size, place: str) -> None:
+        self.folder, self.size, self.place = folder, size, place
+
+    def fill(self) -> Iterator[Figures]:
+        """Add all vectors; figures as they come."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        """Open what was filled."""
+        raise NotImplementedError
+
+    def search(self, queries: Rows) -> Numbers:
+        """The numbers of the nearest vectors [n, 10]."""
+        raise NotImplementedError
+
+    def read(self, first: int, count: int) -> Rows:
+        """Vectors; read, not mapped, so that they do not count as memory of whoever keeps them."""
+        skip, dims = first * self.size.dims * 4, self.size.dims
+        return np.fromfile(self.folder / "vectors.f32", np.float32, count * dims, offset=skip).reshape(-1, dims)
+
+
+class Ours(Contender):
+    """A gallery, added to as users do: a batch is acknowledged before the next one comes."""
+
+    engine: Any
+
+    def _filled(self, engine: Any) -> Iterator[Figures]:
+        from idml.embeddings import Embeddings
+        from idml.search.engines import Item
+
+        taken, size, told = 0.0, self.size, 0
+        for first in range(0, size.rows, size.batch):
+            vectors = self.read(first, size.batch)
+            items = [
+                Item(
+                    id=f"{n:032x}",
+                    path=f"{n % size.classes}/{n}.jpg",
+                    checksum=hashlib.sha256(b"%d" % n).hexdigest(),
+                    label=f"class {n % size.classes}",
+                )
+                for n in range(first, first + len(vectors))
+            ]
+            embeddings = Embeddings.certain(torch.from_numpy(vectors))
+            started = time.perf_counter()
+            engine.add(items, embeddings)
+            taken += time.perf_counter() - started
+            added = first + len(vectors)
+            if added - told >= size.rows // 10 or added == size.rows:
+                told = added
+                yield {"added": added, "added/s": added / taken}
+
+    def search(self, queries: Rows) -> Numbers:
+        from idml.embeddings import Embeddings
+
+        found = self.engine.search(Embeddings.certain(torch.from_numpy(queries)), K)
+        return np.array([[int(id, 16) for id in ids] for ids in found.ids])
+
+
+class Embedded(Ours):
+    """The engine of galleries in a folder; exact."""
+
+    def fill(self) -> Iterator[Figures]:
+        from idml.search.engines import Properties
+        from idml.search.engines.embedded import EmbeddedEngine
+
+        with EmbeddedEngine.create(self.place, Properties("benchmark", self.size.dims)) as engine:
+            yield from self._filled(engine)
+
+    def open(self) -> None:
+        from idml.search.engines.embedded import EmbeddedEngine
+
+        self.engine = EmbeddedEngine.open(self.place)
+
+
+class Milvus(Ours):
+    """The engine of galleries in Milvus, with an approximate index."""
+
+    def fill(self) -> Iterator[Figures]:
+        from idml.search.engines import Properties
+        from idml.search.engines.milvus import MilvusEngine
+        from idml.search.engines.milvus_place import LONG
+
+        properties = Properties("benchmark", self.size.dims)
+        with MilvusEngine.create(self.place, properties, index=self.size.index) as engine:
+            yield from self._filled(engine)
+            started, connection, quiet = time.perf_counter(), engine._opened(), 0
+            connection.do("flush", seconds=LONG)
+            while quiet < 5:  # it may merge what is indexed, and index it anew
+                time.sleep(1)
+                state = connection.do("describe_index", index_name="semantic")
+                done = state["indexed_rows"] >= self.size.rows and state["pending_index_rows"] == 0
+                quiet = quiet + 1 if done else 0
+            yield {"ready s": time.perf_counter() - started - quiet}
+            connection.do("release_collection", seconds=LONG)  # opening loads it again, with its index
+
+    def open(self) -> None:
+        from idml.search.engines.milvus import MilvusEngine
+
+        self.engine = MilvusEngine.open(self.place)
+
+
+class Faiss(Contender):
+    """A bare index in memory; ``fill`` writes it to a file when all is added."""
+
+    index: Any
+    exact = True
+
+    def empty(self) -> Any:
+        """An index without vectors."""
+        raise NotImplementedError
+
+    def filled(self) -> Any:
+        """An index with all vectors."""
+        index = self.empty()
+        for first in range(0, self.size.rows, BLOCK):
+            index.add(self.read(first, BLOCK))
+        return index
+
+    def fill(self) -> Iterator[Figures]:
+        import faiss
+
+        started = time.perf_counter()
+        index = self.filled()
+        yield {"added": index.ntotal, "added/s": index.ntotal / (time.perf_counter() - started)}
+        faiss.write_index(index, self.place)
+
+    def open(self) -> None:
+        import faiss
+
+        self.index = faiss.read_index(self.place)
+
+    def search(self, queries: Rows) -> Numbers:
+        found: Numbers = self.index.search(queries, K)[1]
+        return found
+
+
+class FlatL2(Faiss):
+    """IndexFlatL2: exact, by the distance."""
+
+    def empty(self) -> Any:
+        import faiss
+
+        return faiss.IndexFlatL2(self.size.dims)
+
+
+class FlatIP(Faiss):
+    """IndexFlatIP: exact for unit vectors, by the product."""
+
+    def empty(self) -> Any:
+        import faiss
+
+        return faiss.IndexFlatIP(self.size.dims)
+
+
+class IVF(Faiss):
+    """IndexIVFFlat, of whose lists a sixteenth is searched."""
+
+    def empty(self) -> Any:
+        import faiss
+
+        index = faiss.IndexIVFFlat(faiss.IndexFlatL2(self.size.dims), self.size.dims, self.size.lists)
+        index.train(self.read(0, 256 * self.size.lists))
+        index.nprobe = max(1, self.size.lists // 16)
+        return index
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    "embedded": Embedded,
+    "faiss-l2": FlatL2,
+    "faiss-ip": FlatIP,
+    "faiss-ivf": IVF,
+    "milvus": Milvus,
+}

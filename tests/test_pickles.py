@@ -1,0 +1,83 @@
+"""A malicious pickle offered as a model, to every command that takes one: never read, told in one line."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from idml import cli
+from idml.model import build_model, save_model
+from idml.search.gallery import Gallery
+
+
+class Touch:
+    """An object whose pickle creates a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Some images, and ``bad``: a run whose model is a pickle, as is what else lies in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
+    for n in range(12):
+        path = Path("images") / f"class {n % 4}" / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(n).integers(0, 256, (30, 30, 3), dtype=np.uint8)).save(path)
+    save_model(build_model("conv4", embedding_dim=8, image_size=28), tmp_path / "good")
+    for folder in (Path("bad"), Path("bad/checkpoints")):
+        folder.mkdir()
+    torch.save({"weight": Touch(tmp_path / "trace")}, "bad/model.safetensors")
+    for name in ("checkpoints/last.safetensors", "model.onnx", "calibration.json", "model.pt"):
+        shutil.copy("bad/model.safetensors", f"bad/{name}")
+    torch.load("bad/model.pt", weights_only=False)
+    (tmp_path / "trace").unlink()  # where it is trusted it does harm
+    return tmp_path
+
+
+COMMANDS = {
+    "evaluate": "evaluate bad --data folder:images",
+    "calibrate": "calibrate bad --data folder:images",
+    "index": "index bad images --to new",
+    "index a file": "index bad/model.pt images --to new",
+    "index by onnx": "index bad images --to new --runtime onnx",
+    "search": "search gallery images/class_0.png",
+    "search a named run": "search gallery images/class_0.png --run bad",
+    "search by onnx": "search gallery images/class_0.png --runtime onnx",
+    "serve": "serve gallery --port 0",
+    "audit": "audit bad --data folder:images --out lists",
+    "export": "export bad --out bad.onnx",
+    "start from it": "train --data folder:images --out bad --resume",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_malicious_pickle_is_refused_unread(place, capsys, command):
+    Gallery.create("gallery", "good").close()
+    shutil.copy("bad/model.safetensors", "gallery/model/model.safetensors")
+    shutil.copy("images/class 0/0.png", "images/class_0.png")
+    assert cli.main(command.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    assert said.err.splitlines()[-1].startswith("idml "); print("XX", said.err.splitlines()[-1])
+    assert not (place / "trace").exists()
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "calibration.json", "checkpoints/last.safetensors"])
+def test_beside_a_sound_model_it_is_not_read_either(place, capsys, name):
+    shutil.copy("good/model.safetensors", "bad/model.safetensors")
+    for other in {"model.onnx", "calibration.json"} - {name}:
+        Path(f"bad/{other}").unlink()
+    command = ["index", "bad", "images", "--to", "new", *(["--runtime", "onnx"] if name == "model.onnx" else [])]
+    assert cli.main(command) == (2 if name == "calibration.json" else 0)  # an exported model is made anew
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (place / "trace").exists()
