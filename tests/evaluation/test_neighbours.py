@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from idml import Embeddings, IntrospectiveMetric
-from idml.evaluation import neighbours, pairs, products, retrieval
+from idml.evaluation import neighbours, pairs, retrieval
 from idml.evaluation.neighbours import Search, nearest
 
 
@@ -100,18 +100,6 @@ def test_equals_exact_loops_between_sets(name):
     ids, others = [f"i{j % 9}" for j in range(15)], [f"i{j}" for j in range(5, len(x))]
     found = nearest(x[:15], 4, gallery=x[5:], query_ids=ids, gallery_ids=others)
     assert lists(found) == loops(x[:15], 4, x[5:], ids, others)
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_both_products_are_the_product(monkeypatch, faster):
-    monkeypatch.setattr(products, "_LARGE", 0)
-    monkeypatch.setattr(products, "_scipy_is_faster", lambda: faster)
-    a, b, start = torch.randn(7, 5), torch.randn(9, 5), torch.randn(9)
-    out = torch.empty(7, 9)
-    assert products.add_product(start, a, b, -2.0, out) is out
-    torch.testing.assert_close(out, start - 2 * a @ b.T)
-    products.add_product(torch.tensor(3.0), a, b[2:4], 1.0, out.flatten()[:14].view(7, 2))
-    torch.testing.assert_close(out.flatten()[:14].view(7, 2), 3 + a @ b[2:4].T)
 
 
 def test_distances_are_those_of_differences():
@@ -259,21 +247,6 @@ def test_bounds_are_below_the_keys(metric, shift):
     keys = search.pairs.keys(rows, rows.expand(200, -1))
     assert (bounds.double() + constant.unsqueeze(1) < keys).sum() >= 200 * 199
     assert (bounds.double() + constant.unsqueeze(1) <= keys).all()
-
-
-@pytest.mark.parametrize("columns", [1, 300, 1000, 1007])
-@pytest.mark.parametrize("count", [1, 9, 31, 32, 200])
-def test_the_lowest_bounds_are_those_of_a_full_sort(columns, count):
-    bounds = torch.randint(-400, 400, (7, columns)).float()  # with ties
-    bounds[1] = math.inf
-    bounds[2, 5:] = math.inf
-    bounds[3] = -math.inf
-    bounds[4] = torch.arange(columns).flip(0)  # the lowest stand at the end
-    count = min(count, columns)
-    low, index = neighbours._lowest(bounds, count)
-    assert torch.equal(low.sort(dim=1).values, bounds.sort(dim=1).values[:, :count])
-    assert torch.equal(bounds.gather(1, index), low)
-    assert all(len(set(row)) == count for row in index.tolist())
 
 
 @pytest.mark.parametrize("metric", [None, IntrospectiveMetric(), IntrospectiveMetric(tau=0.5, gamma=3.0)])

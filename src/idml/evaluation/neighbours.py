@@ -19,16 +19,16 @@ from torch import Tensor
 
 from idml.embeddings import Embeddings, full_precision, require_finite, unit_rows
 from idml.evaluation.pairs import Pairs
-from idml.evaluation.products import full_float32
+from idml.evaluation.products import in_parts
+from idml.evaluation.selection import lowest
 from idml.metric import IntrospectiveMetric
 
 Points = Embeddings | Tensor
 Names = Tensor | np.ndarray | Sequence[int] | Sequence[str]  # labels or ids
 
-_CHUNK = 1 << 24  # pairs bounded at a time: 64 MB
-_ROWS = 1 << 10  # queries at a time: the bounds of a small gallery stay in the cache
+_CHUNK = 1 << 23  # pairs that a thread bounds at a time: 32 MB
+_ROWS = 1 << 9  # queries that a thread looks at at a time
 _LIST = 1 << 20  # pairs listed at a time
-_GROUP = 8  # bounds of which only the lowest is looked at first
 _LONG = 16  # a list longer than this, and than this part of the gallery, is measured by products first
 _BLOCK = 1024  # rows made unit at a time
 
@@ -151,12 +151,14 @@ class Search:
             return
         longer = min(k + max(8, k // 8), self.gallery)
         step = max(1, min(_ROWS, _CHUNK // self.gallery, _LIST // longer))
-        with full_float32(rows.device.type):
-            for i in range(0, len(rows), step):
-                index, key = self._chunk(rows[i : i + step], k, longer, distances is None)
-                indices[i : i + step] = torch.where(key == math.inf, -1, index)
-                if distances is not None:
-                    distances[i : i + step] = self.pairs.distances(key)
+
+        def answer(i: int) -> None:
+            index, key = self._chunk(rows[i : i + step], k, longer, distances is None)
+            indices[i : i + step] = torch.where(key == math.inf, -1, index)
+            if distances is not None:
+                distances[i : i + step] = self.pairs.distances(key)
+
+        in_parts(answer, range(0, len(rows), step), rows.device.type)
 
     def _chunk(self, rows: Tensor, k: int, longer: int, order_only: bool) -> tuple[Tensor, Tensor]:
         """Indices and keys [r, k] of a chunk of queries; key ∞ for what must not be found.
@@ -165,9 +167,7 @@ class Search:
         """
         bounds, constant = self.pairs.bounds(rows)
         bounds[self.excluded(rows)] = math.inf
-        low, index = _lowest(bounds, longer)
-        index = index.sort(dim=1).values
-        bound = bounds.gather(1, index)
+        index, bound, rest = lowest(bounds, longer)
         key = self.pairs.order_keys(rows, index, bound.double() + constant[:, None]) if order_only else None
         if key is None:
             long = longer > _LONG and longer * _LONG > self.gallery
@@ -175,8 +175,7 @@ class Search:
         key, order = key.masked_fill_(bound == math.inf, math.inf).sort(dim=1, stable=True)
         index, key = index.gather(1, order)[:, :k].contiguous(), key[:, :k].contiguous()
         if longer < self.gallery:  # could a row that was not measured be as near as the k-th?
-            left_out = low.amax(dim=1).double()
-            unsure = ((left_out + constant <= key[:, -1]) & (left_out != math.inf)).nonzero().flatten()
+            unsure = ((rest.double() + constant <= key[:, -1]) & (rest != math.inf)).nonzero().flatten()
             for some in unsure.split(max(1, _LIST // self.gallery)):
                 near = bounds[some].double() + constant[some, None] <= key[some, -1:]
                 index[some], key[some] = self._measured(rows[some], near & (bounds[some] != math.inf), k)
@@ -193,22 +192,6 @@ class Search:
         index = chosen.nonzero()[:, 1].view(len(rows), k)
         key, order = keys.gather(1, index).sort(dim=1, stable=True)
         return index.gather(1, order), key
-
-
-def _lowest(bounds: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` lowest bounds of each row and their columns, in any order."""
-    width = bounds.shape[1] // _GROUP
-    if width < 4 * count:
-        return bounds.topk(count, dim=1, largest=False, sorted=False)
-    # column j is in group j mod width; what is among the lowest lies in one of the groups with the lowest minima
-    whole = width * _GROUP
-    minima = bounds[:, :whole].unflatten(1, (_GROUP, width)).amin(dim=1)
-    group = minima.topk(count, dim=1, largest=False, sorted=False).indices
-    columns = torch.arange(bounds.shape[1], device=bounds.device)
-    members = (group.unsqueeze(1) + columns[:whole:width, None]).flatten(1)
-    members = torch.cat([members, columns[whole:].expand(len(group), -1)], dim=1)
-    low, place = bounds.gather(1, members).topk(count, dim=1, largest=False, sorted=False)
-    return low, members.gather(1, place)
 
 
 def _points(side: str, x: Points, metric: IntrospectiveMetric | None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ rows tie on every machine and with every chunk size.
 """
 
 import math
+import threading
 from functools import cached_property
 
 import torch
@@ -49,7 +50,8 @@ class Squares:
         self.lengths = self.low.new_empty(len(b))
         for to, part in zip(self.lengths.split(_BLOCK), self.low.split(_BLOCK), strict=True):
             to.copy_(part.double().square_().sum(1).mul_(1 + sign * self.c))
-        self.room = self.low.new_empty(0, len(b))
+        self.longest = float(self.lengths.max()) / (1 - self.c)
+        self.room = threading.local()
 
     def _copies(self, x: Tensor) -> bool:
         return self.shift is not None or self.scale != 1.0 or x.dtype != torch.float32
@@ -59,19 +61,19 @@ class Squares:
         return x if self.shift is None else x - self.shift
 
     def bound(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds [r, m], up to a constant [r] of each row. The next call writes over them: fresh pages cost time."""
+        """Bounds [r, m], up to a constant [r] of each row. The thread's next call writes over them: new pages cost time."""
         a = self.a[rows]
         a = self._shifted(a).float() if self._copies(a) else a
-        if len(self.room) < len(rows):
-            self.room = a.new_empty(len(rows), len(self.low))
-        matrix = add_product(self.lengths, a, self.low, 2.0 * self.sign, self.room[: len(rows)])
+        if len(getattr(self.room, "rows", ())) < len(rows):
+            self.room.rows = a.new_empty(len(rows), len(self.low))
+        matrix = add_product(self.lengths, a, self.low, 2.0 * self.sign, self.room.rows[: len(rows)])
         own = a.double().square_().sum(1) * (1 + self.sign * self.c) + self.sign * _FLOOR
         return matrix, own.float()
 
-    def width(self, rows: Tensor, index: Tensor) -> Tensor:
-        """2E: how far above its lower bound the square of a listed pair may lie [r, l]."""
-        own = self._shifted(self.a[rows]).square_().sum(1, keepdim=True)
-        return (own + self.lengths.double()[index] / (1 - self.c)).mul_(2 * self.c).add_(4 * _FLOOR)
+    def width(self, rows: Tensor) -> Tensor:
+        """At least 2E: how far above its lower bound the square of a pair with any gallery row may lie [r]."""
+        own = self._shifted(self.a[rows]).square_().sum(1)
+        return (own + self.longest).mul_(2 * self.c).add_(4 * _FLOOR)
 
     def product(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """The squares of listed pairs [r, l] from float64 products, and a bound of their error."""
@@ -161,16 +163,14 @@ class Pairs:
         """
         if self.beta is not None:
             return None
-        key = lower + self.alpha.width(rows, index)
+        width = self.alpha.width(rows).unsqueeze(1)
         ordered, order = lower.sort(dim=1)
-        reach = key.gather(1, order).cummax(dim=1).values
-        meets = ordered[:, 1:] <= reach[:, :-1]
-        meets &= ordered[:, 1:] != math.inf
+        meets = ordered.diff(dim=1) <= width  # ∞ − ∞ is NaN and meets nothing
         meets = torch.nn.functional.pad(meets, (1, 0)) | torch.nn.functional.pad(meets, (0, 1))
         line, place = meets.nonzero().unbind(1)
-        if len(line) > key.numel() // 4:
+        if len(line) > lower.numel() // 4:
             return None
-        column = order[line, place]
+        key, column = lower + width, order[line, place]
         key[line, column] = self.distinct(rows[line], index[line, column])
         return key
 
