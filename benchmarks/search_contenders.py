@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ Numbers = NDArray[np.int64]
 
 
 class Size(NamedTuple):
-    """How many vectors, dimensions and classes; how many are added at a time; the index that Milvus makes."""
+    """How many vectors, dimensions and classes; how many are added at a time; the index in Milvus."""
 
     rows: int
     dims: int
     classes: int
     batch: int
-    index: str
+    milvus: Literal["HNSW", "IVF_FLAT"]
 
     @property
     def lists(self) -> int:
@@ -67,6 +67,8 @@ def make(folder: Path, size: Size) -> None:
 
 class Contender:
     """Someone who keeps vectors at a place and searches them; `fill` and `open` happen in processes of their own."""
+
+    needs: tuple[str, ...]  # modules that are imported before anything is measured
 
     def __init__(self, folder: Path, size: Size, place: str) -> None:
         self.folder, self.size, self.place = folder, size, place
@@ -120,6 +122,7 @@ class Ours(Contender):
                 yield {"added": added, "added/s": added / taken}
 
     def search(self, queries: Rows) -> Numbers:
+        """By the distance of unit vectors, as a gallery without the introspective metric."""
         from idml.embeddings import Embeddings
 
         found = self.engine.search(Embeddings.certain(torch.from_numpy(queries)), K)
@@ -129,7 +132,10 @@ class Ours(Contender):
 class Embedded(Ours):
     """The engine of galleries in a folder; exact."""
 
+    needs = ("idml.search.engines.embedded",)
+
     def fill(self) -> Iterator[Figures]:
+        """As a writer, who forces every batch to the disk."""
         from idml.search.engines import Properties
         from idml.search.engines.embedded import EmbeddedEngine
 
@@ -137,6 +143,7 @@ class Embedded(Ours):
             yield from self._filled(engine)
 
     def open(self) -> None:
+        """As a reader."""
         from idml.search.engines.embedded import EmbeddedEngine
 
         self.engine = EmbeddedEngine.open(self.place)
@@ -145,13 +152,16 @@ class Embedded(Ours):
 class Milvus(Ours):
     """The engine of galleries in Milvus, with an approximate index."""
 
+    needs = ("idml.search.engines.milvus", "pymilvus")
+
     def fill(self) -> Iterator[Figures]:
+        """Wait for the index too, and let the server forget what it holds in memory."""
         from idml.search.engines import Properties
         from idml.search.engines.milvus import MilvusEngine
         from idml.search.engines.milvus_place import LONG
 
         properties = Properties("benchmark", self.size.dims)
-        with MilvusEngine.create(self.place, properties, index=self.size.index) as engine:
+        with MilvusEngine.create(self.place, properties, index=self.size.milvus) as engine:
             yield from self._filled(engine)
             started, connection, quiet = time.perf_counter(), engine._opened(), 0
             connection.do("flush", seconds=LONG)
@@ -161,32 +171,33 @@ class Milvus(Ours):
                 done = state["indexed_rows"] >= self.size.rows and state["pending_index_rows"] == 0
                 quiet = quiet + 1 if done else 0
             yield {"ready s": time.perf_counter() - started - quiet}
-            connection.do("release_collection", seconds=LONG)  # opening loads it again, with its index
+            connection.do("release_collection", seconds=LONG)
 
     def open(self) -> None:
+        """The server loads vectors and index again."""
         from idml.search.engines.milvus import MilvusEngine
 
         self.engine = MilvusEngine.open(self.place)
 
 
 class Faiss(Contender):
-    """A bare index in memory; ``fill`` writes it to a file when all is added."""
+    """A bare index in memory."""
 
+    needs = ("faiss",)
     index: Any
-    exact = True
 
-    def empty(self) -> Any:
-        """An index without vectors."""
+    def _empty(self) -> Any:
         raise NotImplementedError
 
     def filled(self) -> Any:
         """An index with all vectors."""
-        index = self.empty()
+        index = self._empty()
         for first in range(0, self.size.rows, BLOCK):
             index.add(self.read(first, BLOCK))
         return index
 
     def fill(self) -> Iterator[Figures]:
+        """In memory; the file comes after the clock has stopped."""
         import faiss
 
         started = time.perf_counter()
@@ -195,11 +206,13 @@ class Faiss(Contender):
         faiss.write_index(index, self.place)
 
     def open(self) -> None:
+        """Read the file."""
         import faiss
 
         self.index = faiss.read_index(self.place)
 
     def search(self, queries: Rows) -> Numbers:
+        """What the index finds."""
         found: Numbers = self.index.search(queries, K)[1]
         return found
 
@@ -207,7 +220,7 @@ class Faiss(Contender):
 class FlatL2(Faiss):
     """IndexFlatL2: exact, by the distance."""
 
-    def empty(self) -> Any:
+    def _empty(self) -> Any:
         import faiss
 
         return faiss.IndexFlatL2(self.size.dims)
@@ -216,7 +229,7 @@ class FlatL2(Faiss):
 class FlatIP(Faiss):
     """IndexFlatIP: exact for unit vectors, by the product."""
 
-    def empty(self) -> Any:
+    def _empty(self) -> Any:
         import faiss
 
         return faiss.IndexFlatIP(self.size.dims)
@@ -225,7 +238,7 @@ class FlatIP(Faiss):
 class IVF(Faiss):
     """IndexIVFFlat, of whose lists a sixteenth is searched."""
 
-    def empty(self) -> Any:
+    def _empty(self) -> Any:
         import faiss
 
         index = faiss.IndexIVFFlat(faiss.IndexFlatL2(self.size.dims), self.size.dims, self.size.lists)

@@ -47,6 +47,12 @@ def add_commands(commands: Commands) -> None:
     asking.add_argument(
         "--max-error", type=float, metavar="X", default=0.05, help="share of wrong matches that is tolerated (0.05)"
     )
+    asking.add_argument(
+        "--max-missed",
+        type=float,
+        metavar="X",
+        help="show so many results that at most this share of lists holds no right one",
+    )
     asking.add_argument("--run", metavar="RUN", help="the run of a Milvus gallery")
     _runtime(asking)
 
@@ -167,16 +173,21 @@ def _search(options: argparse.Namespace) -> int:
     from idml.search.answers import Wishes
     from idml.search.gallery import Gallery
 
-    wishes = Wishes(max_error=options.max_error)
+    wishes = Wishes(max_error=options.max_error, max_missed=options.max_missed)
     images = [read_image(path) for path in options.images]
     with Gallery.open(options.place, run=options.run, runtime=options.runtime) as gallery:
         replies = gallery.search(images, options.k, wishes)
     found, lines = [], []
     for path, reply in zip(options.images, replies, strict=True):
         found.append({"image": path, **asdict(reply.answer), "level": reply.level, "notes": list(reply.notes)})
+        size = found[-1]["set_size"] = reply.answer.results
         found[-1]["results"] = [asdict(result) for result in reply.results]
         chance = "" if reply.answer.probability is None else f", P(right) {reply.answer.probability:.2f}"
         lines.append(f"{path}: {reply.answer.state.value.upper()} ({reply.answer.reason}{chance})")
+        if size is not None:
+            lines.append(
+                f"  a right one is among the first {size} (at most {options.max_missed:.0%} of such lists miss)"
+            )
         lines += [f"  {r.distance:.4f}  {r.label or '-'}  {r.path!r}" for r in reply.results]
         lines += [f"  note: {note}" for note in reply.notes]
     _show({"replies": found}, options.json, lines)

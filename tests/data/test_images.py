@@ -2,6 +2,7 @@
 
 import struct
 import time
+import tracemalloc
 import warnings
 import zlib
 
@@ -125,6 +126,23 @@ def test_float_tiff(saved, values, expected):
     path = saved(np.array([values], dtype=np.float32), "float.tif")
     assert Image.open(path).mode == "F"
     assert pixels(path)[0, :, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("shape", [(1500, 1400), (1, 2_000_000), (2_000_000, 1)])
+@pytest.mark.parametrize("kind", [np.uint16, np.float32])
+def test_many_deep_pixels_take_little_memory(shape, kind):
+    """Small files hold very many of them; a float64 for each, several times over, would be gigabytes."""
+    values = np.random.default_rng(0).integers(0, 65536, shape).astype(kind)
+    values.flat[-1] = 65535
+    image = Image.fromarray(values)
+    tracemalloc.start()
+    try:
+        found = images._grey(image)
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(np.asarray(found), np.round(values.astype(np.float64) / 65535 * 255))
+    assert held < 16_000_000 + 7 * values.size
 
 
 def test_one_bit_and_grey(saved):

@@ -21,6 +21,7 @@ from idml.data.views import View
 from idml.evaluation import unseen as room
 from idml.evaluation.calibrate import ERRORS, FILES, calibrate_run
 from idml.evaluation.calibration import Calibration, split_queries
+from idml.evaluation.calibration_report import build_page
 from idml.evaluation.comparison import compare
 from idml.evaluation.evidence import Profile, gather_evidence
 from idml.evaluation.guarantee import upper_bound
@@ -116,6 +117,7 @@ def test_what_is_stored_equals_a_fit_by_hand(result, runs, embedded, asked, kind
     assert stored.sets is not None
     assert (result["queries"], result["right"]) == (len(e), int(correct.sum()))
     assert result["unknown_queries"] == int((~known).sum())
+    assert stored.unknown == result["unknown_share"] == int((~known).sum()) / len(known)
     assert 0.2 < result["right"] / result["queries"] < 0.8  # there is something to rank
 
 
@@ -139,7 +141,7 @@ def test_promises_count_the_queries_that_fitted_nothing(result, runs, asked, kin
     assert result[kind]["promises"][-1]["possible"]
     coverage = [c for _, c in result[kind]["curve"]]
     assert coverage == sorted(coverage)
-    novel = stored.novelty(evidence)[held] <= 0.1
+    novel = (stored.novelty(evidence)[held] <= 0.1) & (stored.probability(evidence)[held] < 0.5)
     told = result[kind]["novelty"]
     assert told["told"]["0.1"] == pytest.approx(float(novel[~known[held]].double().mean()))
     assert told["sent_away"]["0.1"] <= 0.1
@@ -158,12 +160,19 @@ def test_every_score_stands_in_the_report(result):
             assert f"<td>{name}</td>" in text
     for words in ("What is promised, and what is not", "with labels", "without labels", "Expected calibration error"):
         assert words in text
+    assert f"no more than about {result['unknown_share']:.0%} of them of classes that are not in the gallery" in text
     for line in result["words"]:
         assert line.strip().replace("'", "&#x27;") in text
     assert len(re.findall(r"<svg role='img' aria-label='[^']+reliability[^']+'", text)) == 2
     assert not re.search(r"""(src|href|url)[=(]['"]?http""", text)
     assert text.endswith("</html>")
     json.dumps(result, allow_nan=False)
+
+
+def test_markup_in_names_is_text(result):
+    page = build_page({**result, "data": "<b>data</b>", "notes": ["<script>x</script>"], "method": "'<i>"}).decode()
+    assert "&lt;b&gt;data" in page
+    assert not re.search("<b>|<script|<i>", page)
 
 
 def test_the_same_seed_gives_the_same_files_and_another_one_others(result, runs, spec, tmp_path):
@@ -182,6 +191,7 @@ def test_the_same_seed_gives_the_same_files_and_another_one_others(result, runs,
     none = calibrate_run(run, spec, seed=1, unknown=0.0)
     assert none["unknown_queries"] == 1  # the only image of the last class
     assert none["unknown_classes"] == 0
+    assert Calibration.load(run / "calibration.json").unknown == none["unknown_share"] == 1 / none["queries"]
     assert (run / "calibration.json").read_bytes() != kept
 
 

@@ -424,6 +424,7 @@ def test_save_and_load(tmp_path):
     found.save(path)
     loaded = Calibration.load(path, model="abc")
     assert loaded == found
+    assert loaded.unknown == int((~known).sum()) / 600
     assert torch.equal(loaded.probability(evidence), found.probability(evidence))
     with pytest.raises(ValueError, match="belongs to another model"):
         Calibration.load(path, model="xyz")
@@ -445,7 +446,7 @@ def test_damaged_and_foreign_files(tmp_path):
         b"[1, 2]",
         b'{"format": "something else"}',
         b"[" * 100_000,
-        json.dumps({**foreign, "version": 1}).encode(),
+        json.dumps({**foreign, "version": 2}).encode(),  # before it said for which share of unknown queries
         json.dumps({**foreign, "content": {}}).encode(),
     ):
         path.write_bytes(data)
@@ -462,6 +463,7 @@ def test_damaged_and_foreign_files(tmp_path):
         (("profile",), [], "content.profile should hold nearest, size"),
         (("bins",), {}, "content.bins is not"),
         (("extra",), 1, "content should hold"),
+        (("unknown",), 25, "the share of unknown queries is a number from 0 to 1, not 25"),
     ],
 )
 def test_files_made_by_hand_are_read_strictly(tmp_path, place, value, message):

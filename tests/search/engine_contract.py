@@ -129,6 +129,8 @@ class EngineContract:
         assert len(engine.embeddings([])) == len(engine.levels([])) == 0
         assert [engine.thumbnail(item.id) for item in items] == images
         assert (engine.get("i2"), engine.get("i9"), engine.get("\ud83d")) == (items[1], None, None)
+        assert engine.get_many(["i3", "i9", "i1", "\ud83d", "i3"]) == [items[2], None, items[0], None, items[2]]
+        assert engine.get_many([]) == []
         assert "i2" in engine
         assert "i9" not in engine
         assert 7 not in engine

@@ -90,6 +90,28 @@ def test_reasons(shop):
     )
 
 
+@pytest.mark.parametrize("possible", [True, False])
+def test_what_is_likely_right_is_never_sent_away(shop, possible):
+    """However far a query lies: if its first result is right, its class is in the collection."""
+    calibration, _, evidence, _, _ = shop
+    far = replace(calibration, novelty_score="nearest", novelty_reference=(-1.0,) * 99)  # all are farther than any was
+    if not possible:
+        far = replace(far, counts=replace(far.counts, wrong=far.counts.answered))  # no match can be promised
+    threshold = far.promise(0.1, 0.9).threshold
+    assert (threshold is not None) == possible
+    answers = answer(evidence, far, Wishes(max_error=0.1))
+    for told, p in zip(answers, far.probability(evidence).tolist(), strict=True):
+        assert told.novelty == 0.01
+        if threshold is not None and p >= threshold:
+            assert told.state is State.MATCH
+        elif p < 0.5:
+            assert (told.state, told.reason) == (State.NOVEL, "far from everything")
+        else:
+            assert told.state is State.UNSURE
+            assert told.reason == "unlike most that belongs here, yet the first result is likely right"
+    assert {told.state for told in answers} == ({*State} if possible else {State.UNSURE, State.NOVEL})
+
+
 def test_too_low_says_what_is_needed(shop):
     calibration, _, evidence, _, _ = shop
     found = answer(evidence, calibration, Wishes(max_error=0.1, max_sent_away=1e-6))

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import math
 import os
 import random
@@ -319,6 +320,8 @@ def test_status_and_promises(shop, world):
     status = gallery.status()
     assert (status.items, status.labelled, status.classes) == (600, 600, 30)
     assert (status.calibrated, status.drift, status.writable) == (True, "", True)
+    stored = json.loads((world[0] / "calibration.json").read_bytes())["content"]
+    assert status.unknown_share == stored["unknown"] > 0.2
     assert status.model == gallery.embedder.fingerprint == gallery.engine.properties.model
     promises = gallery.promises()
     assert [p.max_error for p in promises] == [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5]

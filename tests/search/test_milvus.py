@@ -486,7 +486,7 @@ def test_found_items_are_not_asked_for_again(collections):
     engine.add(items, e, images)
     engine.search(e, 2)
     with mock.patch.object(Connection, "do", side_effect=AssertionError):
-        assert [engine.get(item.id) for item in items] == items
+        assert engine.get_many([item.id for item in items]) == items
     with collections.again(engine, write=True) as other:
         other.relabel({"i1": "new"})
     engine.refresh()

@@ -1,12 +1,14 @@
 """A whole gallery in a real Milvus server: the answers are those of the same gallery in a folder."""
 
 from dataclasses import astuple, replace
+from unittest import mock
 
 import pytest
 from made_images import as_items, encoded, fit_calibrations, picture, save_run, write_picture
 from milvus_server import milvus  # noqa: F401 (a fixture)
 
 from idml.search.engines import Added
+from idml.search.engines.milvus_place import Connection
 from idml.search.folder import index_folder
 from idml.search.gallery import Gallery, Upload, open_or_create
 from idml.search.map import gallery_map
@@ -28,6 +30,20 @@ def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):  # noqa: F81
             assert (found.answer.state, found.answer.reason) == (expected.answer.state, expected.answer.reason)
             assert found.answer.probability == pytest.approx(expected.answer.probability, abs=1e-5)
             assert found.notes == expected.notes == ()
+        ids = [item.id for item in gallery.items()]
+        several = [Upload(encoded(picture(n)), "c1") for n in range(9)]
+        changes = (
+            lambda: gallery.get_many(ids),
+            lambda: gallery.reply(queries, 50),
+            lambda: gallery.relabel(dict.fromkeys(ids[:90], "c3")),
+            lambda: gallery.add(several),
+            lambda: gallery.add(several),  # they are there
+            lambda: gallery.remove([upload.id for upload in several]),
+        )
+        for change in changes:  # a few questions to the server, however many items are meant
+            with mock.patch.object(Connection, "do", autospec=True, side_effect=Connection.do) as asked:
+                change()
+            assert 1 <= asked.call_count <= 9
         upload = Upload(encoded(picture(1)), "c1")
         assert [gallery.add([upload]), gallery.add([replace(upload, label="c2")])] == [Added(1, 0, 0), Added(0, 1, 0)]
         assert (gallery.get(upload.id).label, gallery.get(upload.id).path) == ("c2", "")

@@ -1,6 +1,7 @@
 """Embeddings by ONNX Runtime: those of torch, from a file that fits the model."""
 
 import logging
+import shutil
 import sys
 import threading
 
@@ -14,6 +15,7 @@ from idml.export import export_onnx
 from idml.model import FILE, ModelConfig, build_model, fingerprint, save_model
 from idml.search import onnx_embedder
 from idml.search.embedder import fingerprint_of, open_embedder, prepared
+from idml.search.gallery import Gallery
 from idml.search.onnx_embedder import BATCH, OnnxEmbedder
 from idml.trunks import build_trunk
 
@@ -128,6 +130,33 @@ def test_the_file_of_the_run_is_used(run, cache, caplog, exports):
     assert exports == []
     assert not cache.exists()
     assert caplog.messages == []
+
+
+def test_a_gallery_carries_the_file(run, made, cache, tmp_path, exports):
+    """The file of the run, or one that was exported after the gallery was made; then nothing is exported again."""
+    (run / ONNX).unlink()
+    Gallery.create(tmp_path / "g", run).close()
+    carried = tmp_path / "g" / "model" / ONNX
+    assert not carried.exists()
+    (run / ONNX).write_bytes(made[0][ONNX])
+    Gallery.open(tmp_path / "g", run=run).close()  # a reader takes nothing over
+    assert not carried.exists()
+    Gallery.open(tmp_path / "g", run=run, write=True).close()
+    Gallery.create(tmp_path / "new", run).close()
+    (run / ONNX).unlink()
+    Gallery.open(tmp_path / "g", run=run, write=True).close()  # what the run lacks stays
+    shutil.rmtree(run)
+    for folder in ("g", "new"):
+        assert (tmp_path / folder / "model" / ONNX).read_bytes() == made[0][ONNX]
+        with Gallery.open(tmp_path / folder, runtime="onnx") as gallery:
+            assert isinstance(gallery.embedder, OnnxEmbedder)
+    assert exports == []
+    assert not cache.exists()
+    other = place(tmp_path / "other", {FILE: made[1][FILE]})
+    (tmp_path / "half" / "model").mkdir(parents=True)
+    (tmp_path / "half" / "model" / ONNX).write_bytes(made[0][ONNX])  # a kill left it
+    Gallery.create(tmp_path / "half", other).close()
+    assert not (tmp_path / "half" / "model" / ONNX).exists()
 
 
 def test_without_it_the_cache_is_filled_once(run, cache, caplog, exports):

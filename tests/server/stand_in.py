@@ -87,6 +87,7 @@ class StandIn:
         promises = [
             {
                 "max_error": error,
+                "confidence": 0.9,
                 "possible": coverage is not None,
                 "threshold": None if coverage is None else 0.9,
                 "coverage": coverage or 0.0,
@@ -96,6 +97,7 @@ class StandIn:
         ]
         counts = {"items": len(self.items), "labelled": len(labels), "classes": len(set(labels))}
         told = {"model": "0123456789abcdef", "calibrated": self.calibrated, "drift": self.drift}
+        told["unknown_share"] = 0.25 if self.calibrated else None
         return {**counts, **told, "writable": self.writable, "promises": promises if self.calibrated else []}
 
     def reply(self, name: str, max_error: float) -> dict:
@@ -118,6 +120,7 @@ class StandIn:
             "novelty": 0.02 if state == "not in the collection" else 0.4,
             "calibrated": self.calibrated,
             "level": 0.7,
+            "set_size": None,
             "results": results,
             "notes": ["8 of 40 images have no label", *([self.drift] if self.drift else [])],
             "took_ms": 12.3,

@@ -1,9 +1,11 @@
 """Hostile uploads and addresses: each is refused with one line, and harms nobody else."""
 
+import gzip
 import io
 import os
 import struct
 import time
+import tracemalloc
 import zlib
 
 import pytest
@@ -26,6 +28,32 @@ def png_bomb(side):
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1_000_000))) + chunk(b"IEND", b"")
 
 
+def claiming(format, side):
+    """A small image whose head claims side × side pixels."""
+    data = bytearray(picture(1, format=format))
+    if format == "JPEG":
+        place, size = data.index(b"\xff\xc0") + 5, struct.pack(">HH", side, side)
+    elif format == "GIF":
+        place, size = 6, struct.pack("<HH", side, side)
+    elif format == "BMP":
+        place, size = 18, struct.pack("<ii", side, side)
+    elif format == "WEBP":
+        place, size = data.index(b"\x9d\x01\x2a") + 3, struct.pack("<HH", side, side)
+    else:
+        (place,) = struct.unpack_from("<I", data, 4)
+        size = b"".join(struct.pack("<HHII", tag, 4, 1, side) for tag in (256, 257))
+        place += 2
+        assert struct.unpack_from("<H", data, place) == (256,)
+    data[place : place + len(size)] = size
+    return bytes(data)
+
+
+def png_with(*chunks):
+    """A sound PNG with more chunks behind its head."""
+    data = picture(1)
+    return data[:33] + b"".join(chunks) + data[33:]
+
+
 def multipart(*parts):
     """A body of (headers, content) parts."""
     return b"".join(b"--b\r\n" + head + b"\r\n\r\n" + data + b"\r\n" for head, data in parts) + b"--b--\r\n"
@@ -46,6 +74,53 @@ def test_decompression_bombs(shared, side):
         assert "pixels" in said(response)
 
 
+@pytest.mark.parametrize("format", ["JPEG", "GIF", "BMP", "WEBP", "TIFF"])
+def test_bombs_of_every_format(shared, format):
+    assert search(shared, picture(1, format=format)).status_code == 200
+    response = search(shared, claiming(format, 16_000))
+    assert response.status_code == 413
+    assert "pixels" in said(response)
+
+
+ZEROS = zlib.compress(bytes(100_000_000), 9)  # 100 kB
+HIDDEN = {
+    "zTXt": png_with(chunk(b"zTXt", b"k\0\0" + ZEROS)),
+    "iTXt": png_with(chunk(b"iTXt", b"k\0\1\0\0\0" + ZEROS)),
+    "iCCP": png_with(chunk(b"iCCP", b"k\0\0" + ZEROS)),
+    "IDAT": png_with(chunk(b"IDAT", ZEROS)),  # many more pixels than the head speaks of
+}
+
+
+@pytest.mark.parametrize("data", HIDDEN.values(), ids=HIDDEN)
+def test_bombs_behind_a_harmless_head(shared, data):
+    tracemalloc.start()
+    try:
+        response = search(shared, data)
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert response.status_code in (200, 422)
+    assert held < 20_000_000
+
+
+def test_frames_are_not_decoded(shared):
+    frames = [Image.new("RGB", (40, 32), (n % 256, n // 256, 0)) for n in range(1000)]
+    for format in ("GIF", "WEBP", "TIFF"):
+        out = io.BytesIO()
+        frames[0].save(out, format, save_all=True, append_images=frames[1:])
+        started = time.perf_counter()
+        assert search(shared, out.getvalue()).status_code == 200
+        assert time.perf_counter() - started < 2
+
+
+def test_a_compressed_body_stays_compressed(shared):
+    """Nothing unpacks a request: a bomb in its encoding is no form."""
+    headers = {"content-type": "multipart/form-data; boundary=b", "content-encoding": "gzip"}
+    response = shared.post("/api/search", content=gzip.compress(bytes(10_000_000)), headers=headers)
+    assert response.status_code == 422
+    assert said(response)
+
+
 def test_a_bomb_is_never_decoded(client, monkeypatch):
     monkeypatch.setattr(service, "decode", None)
     assert search(client, png_bomb(60_000)).status_code == 413
@@ -61,21 +136,42 @@ def test_pixels_of_all_queries_are_bounded(gallery, monkeypatch):
     assert statuses == [200] * 16
 
 
-def test_a_polyglot_is_what_it_decodes_to(client):
-    """A GIF that is also a page: it is served as a GIF, whatever it was sent as."""
-    page = b"<html><script>alert(1)</script></html>"
-    gif = picture(60, format="GIF") + page
-    files = {"image": ("page.html", gif, "text/html")}
+PAGE = b"<html><script>alert(1)</script></html>"
+POLYGLOTS = {
+    "GIF and page": (picture(60, format="GIF") + PAGE, "gif", "page.html", "text/html"),
+    "GIF and script": (
+        picture(61, format="GIF", comment=b"*/=1;alert(1)/*") + b"//",
+        "gif",
+        "x.js",
+        "application/javascript",
+    ),
+    "JPEG and page": (picture(62, format="JPEG", comment=PAGE), "jpeg", "page.html", "text/html"),
+    "JPEG and PHP": (picture(63, format="JPEG", comment=b"<?php system('id'); ?>"), "jpeg", "x.php.jpg", "image/jpeg"),
+    "PNG and archive": (picture(64) + b"PK\x05\x06" + bytes(18), "png", "x.jar", "application/java-archive"),
+    "PNG and SVG": (picture(65) + b"<svg xmlns='http://www.w3.org/2000/svg'/>", "png", "x.svg", "image/svg+xml"),
+    "PNG named as a page": (picture(66), "png", "x.png.html", "text/html"),
+}
+
+
+@pytest.mark.parametrize("case", POLYGLOTS.values(), ids=POLYGLOTS)
+def test_a_polyglot_is_what_it_decodes_to(client, gallery, case):
+    """An image that is also something else: it is kept and served as that image, whatever it was sent as."""
+    data, kind, name, claimed = case
+    files = {"image": (name, data, claimed)}
     assert client.post("/api/search", files=files).status_code == 200
     added = client.post("/api/items", files=files)
     assert added.status_code == 201
-    response = client.get(f"/api/items/{added.json()['id']}/image")
-    assert response.content == gif
-    assert response.headers["content-type"] == "image/gif"
+    id, ending = added.json()["id"], {"jpeg": "jpg"}.get(kind, kind)
+    response = client.get(f"/api/items/{id}/image")
+    assert response.content == data
+    assert response.headers["content-type"] == f"image/{kind}"
     assert response.headers["x-content-type-options"] == "nosniff"
-    assert response.headers["content-disposition"].endswith('.gif"')
-    assert "page" not in response.headers["content-disposition"]
+    assert response.headers["content-disposition"] == f'inline; filename="{id}.{ending}"'
     assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert gallery.image_file(id).name == f"{id}.{ending}"
+    small = client.get(f"/api/items/{id}/thumbnail")  # made anew: pixels and nothing else
+    assert small.headers["content-type"] == "image/jpeg"
+    assert not any(word in small.content for word in (b"alert", b"<?php", b"PK\x05", b"<svg"))
 
 
 @pytest.mark.parametrize(

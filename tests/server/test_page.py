@@ -95,7 +95,7 @@ class TestAnswers:
         expect(page.locator("#answer .reason")).to_have_text(reason)
         lines = [f"{chance} probability that the first result is right"]
         if image is NOVEL:  # what decided comes first
-            lines.insert(0, "2 % of images that belong here are as unusual as yours")
+            lines = ["2 % of images that belong here are as unusual as yours", f"{lines[0]} all the same"]
         expect(page.locator("#answer .chance")).to_have_text(lines)
         expect(page.locator("#answer")).to_have_attribute("role", "status")  # is read out
         icon = page.locator("#answer svg use").get_attribute("href")
@@ -157,7 +157,8 @@ class TestPromises:
         page = visit(service.url)
         expect(page.locator("#wished")).to_have_text("at most 5 %")
         expect(page.locator("#promise")).to_contain_text(
-            "Promised, with 90 % confidence. About 62 % of queries get a match"
+            "Promised, with 90 % confidence, where no more than about 25 % of queries show what is not in the "
+            "collection. About 62 % of queries get a match"
         )
         slider = page.get_by_label("Wrong matches I accept")
         slider.press("ArrowRight")

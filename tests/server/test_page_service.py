@@ -137,7 +137,7 @@ def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, ser
             rested(page)
             expect(page.locator("#wished")).to_have_text(f"at most {100 * promise.max_error:g} %")
             if promise.kept:
-                words = f"Promised, with {Wishes().confidence:.0%} confidence. About".replace("%", " %")
+                words = f"Promised, with {Wishes().confidence:.0%} confidence, where".replace("%", " %")
                 expect(page.locator("#promise")).to_contain_text(words)
                 share = 100 * promise.coverage
                 expect(page.locator("#promise")).to_contain_text("over 99 %" if 99 < share < 100 else f"{share:.0f} %")

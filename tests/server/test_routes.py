@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from idml.server.keys import Keys
 from idml.server.limits import Limits
 
 RESULT = {"id", "path", "label", "distance", "probability", "level", "duplicates"}
-ANSWER = {"state", "reason", "probability", "novelty", "calibrated", "level", "results", "notes", "took_ms"}
+ANSWER = {"state", "reason", "probability", "novelty", "calibrated", "level", "set_size", "results", "notes", "took_ms"}
 ITEM = {"id", "path", "label", "level"}
 
 
@@ -40,6 +41,7 @@ def test_about(client, gallery):
         "classes": 4,
         "model": gallery.embedder.fingerprint,
         "calibrated": False,
+        "unknown_share": None,
         "drift": "",
         "writable": True,
         "promises": [],
@@ -479,6 +481,34 @@ def test_a_full_queue(gallery, monkeypatch):
         go_on.set()
         assert [task.result().status_code for task in waiting] == [200, 200]
         assert search(client, picture(0)).status_code == 200
+
+
+def test_a_full_disk(client, gallery, tmp_path, caplog):
+    """Whatever does not fit is refused as a whole; what is there is searched all the same."""
+    before = client.get("/api/items").json()
+    log = next((tmp_path / "gallery").glob("generation-*/items.log"))
+    kept, first = resource.getrlimit(resource.RLIMIT_FSIZE), before["items"][0]["id"]
+    for limit in (10, len(picture(100)), log.stat().st_size - 1):  # the bytes, the vectors, the record do not fit
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, kept[1]))  # no file may grow beyond it
+        try:
+            answers = [
+                client.post("/api/items", files={"image": picture(100)}, data={"label": "new"}),
+                client.patch(f"/api/items/{first}", json={"label": "x"}),
+                client.delete(f"/api/items/{first}"),
+            ]
+            found = search(client, picture(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        for response in answers:
+            assert response.status_code == 507
+            assert "could not be stored" in said(response)
+        assert "File too large" in caplog.text
+        assert found.json()["results"][0]["id"] == identity(picture(3))
+        assert client.get("/api/items").json() == before
+        assert gallery.engine.verify() == []
+    added = client.post("/api/items", files={"image": picture(100)}, data={"label": "new"})
+    assert added.json() == {"id": identity(picture(100)), "new": True}
+    assert client.get(f"/api/items/{identity(picture(100))}/image").content == picture(100)
 
 
 def test_after_the_end_nothing_is_taken_on(gallery):

@@ -2,16 +2,18 @@
 
 import warnings
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 64_000_000
 MIN_SIDE = 512
+_TOGETHER = 1 << 18  # deep pixels that are scaled at a time
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
@@ -48,17 +50,29 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _DEEP:
-        values = np.nan_to_num(np.asarray(image, dtype=np.float64))
-        full = 65535.0
-        if image.mode in ("F", "I"):  # wide enough for any scale: the largest value tells which one is meant
-            full = next(top for top in (1.0, 255.0, 65535.0, np.inf) if values.max(initial=0.0) <= top)
-            full = values.max() if full == np.inf else full
-        grey = (values / full * 255).clip(0, 255).round().astype(np.uint8)
-        return Image.fromarray(grey).convert("RGB")
+        return _grey(image).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")
+
+
+def _grey(image: Image.Image) -> Image.Image:
+    """Values of 16 bits and more, scaled to 8; some at a time, for a small file may hold very many."""
+    deep = np.asarray(image).reshape(-1)
+    out = np.empty(deep.shape, np.uint8)
+    parts = [slice(first, first + _TOGETHER) for first in range(0, len(deep), _TOGETHER)]
+    full = 65535.0
+    if image.mode in ("F", "I"):  # wide enough for any scale: the largest value tells which one is meant
+        largest = max(_values(deep[part]).max(initial=0.0) for part in parts)
+        full = next((top for top in (1.0, 255.0, 65535.0) if largest <= top), largest)
+    for part in parts:
+        out[part] = (_values(deep[part]) / full * 255).clip(0, 255).round()
+    return Image.fromarray(out.reshape(image.height, image.width))
+
+
+def _values(pixels: NDArray[Any]) -> NDArray[np.float64]:
+    return np.nan_to_num(pixels.astype(np.float64))
 
 
 def load_square(path: str | Path, size: int, *, grey: bool = False) -> Tensor:

@@ -110,6 +110,7 @@ def calibrate_run(
         "gallery": profile.size,
         "queries": len(trial),
         "unknown_queries": int((~trial.known).sum()),
+        "unknown_share": float((~trial.known).double().mean()),
         "right": int(trial.correct.sum()),
         "notes": notes,
     }
@@ -138,8 +139,8 @@ def _require_enough(candidate: Candidate, name: str) -> None:
 def _figures(found: Calibration, trial: Trial, seed: int) -> dict[str, Any]:
     """What is known of one calibration, all but ``scores`` from the queries that it was not fitted to."""
     held = split_queries(len(trial), seed=seed)[0]
-    novelty, known = found.novelty(trial.evidence[held]), trial.known[held]
-    away = {share: novelty <= share for share in (0.01, 0.05, 0.1, 0.2)}
+    evidence, known = trial.evidence[held], trial.known[held]
+    away = {share: found.absent(evidence, share) for share in (0.01, 0.05, 0.1, 0.2)}
     return {
         "chosen": found.right.name,
         "fitted": [asdict(figure) for figure in found.table],
@@ -188,7 +189,8 @@ def _words(result: dict[str, Any]) -> list[str]:
     queries, right = result["queries"], result["right"]
     lines = [
         f"{queries:,} queries, {result['unknown_queries']:,} of them with no image of their class in the gallery; "
-        f"{right:,} ({right / queries:.1%}) first results are right"
+        f"{right:,} ({right / queries:.1%}) first results are right",
+        f"what is promised is for queries of which no more than about {result['unknown_share']:.0%} are unknown",
     ]
     for kind in FILES:
         figures = result[kind]

@@ -8,10 +8,10 @@ promise (`idml.evaluation.guarantee`):
     novelty     at most a share a of the known queries (class in the gallery) gets a p-value ≤ a
     sets        at most α of the known queries get a result set without a right image, with confidence 1 − δ
 
-They hold for queries drawn like the calibration's: the same kind of gallery and the same share of unknown ones, and
-each drawn on its own. Queries of one class hang together; for new classes the promises are estimates. "With confidence
-1 − δ" counts all calibrations, also those that end in "cannot promise": among the others the share of broken promises
-may be larger where a promise is rare.
+They hold for queries drawn like the calibration's: the same kind of gallery and the same share of unknown ones (with
+fewer of them fewer matches are wrong), and each drawn on its own. Queries of one class hang together; for new classes
+the promises are estimates. "With confidence 1 − δ" counts all calibrations, also those that end in "cannot promise":
+among the others the share of broken promises may be larger where a promise is rare.
 
 Beside them, without a promise: P(a single result is of the query's class) from its distance, `idml.evaluation.alike`.
 """
@@ -31,7 +31,7 @@ from idml.evaluation.records import read_record, write_record
 from idml.evaluation.reliability import Bin, Drift, drift, expected_calibration_error, reliability
 from idml.evaluation.uncertainty import auroc
 
-_KIND, _VERSION = "idml calibration", 2
+_KIND, _VERSION = "idml calibration", 3
 # Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (wished
 # errors 5, 10, 20 %, unknown 0, 25, 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more;
 # one start answered more where it was the right one, and next to nothing where it was not. With enough queries they
@@ -39,6 +39,7 @@ _KIND, _VERSION = "idml calibration", 2
 _STEPS, _STARTS, _EARLY, _ENOUGH = 128, (16, 32, 64), (4, 8), 32
 _DOUBTS = (0.0, *(10 ** (-4 + i / 32) for i in range(129)))  # 10⁻⁴ … 1
 _REFERENCE = 2000  # known queries kept to compare new ones with
+_LIKELY = 0.5  # a first result that is right with this probability is in the gallery with as much
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Calibration:
     model: str
     searched: str
     labelled: bool
+    unknown: float
+    """The share of the queries whose class was not in the gallery: promises are for no more than about that."""
     right: RightModel
     counts: Counts
     bins: tuple[Bin, ...]
@@ -66,6 +69,10 @@ class Calibration:
     sets: Sets | None
     alike: Alike | None
     profile: Profile | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.unknown <= 1:
+            raise ValueError(f"the share of unknown queries is a number from 0 to 1, not {self.unknown!r}")
 
     @classmethod
     def fit(
@@ -122,6 +129,7 @@ class Calibration:
             model=model,
             searched=evidence.searched,
             labelled=labelled,
+            unknown=float((~known).double().mean()),
             right=right,
             counts=Counts.of(p, correct[held], *_thresholds(p_fit)),
             bins=tuple(reliability(p, correct[held])) if len(p) else (),
@@ -156,6 +164,14 @@ class Calibration:
     def novelty(self, evidence: Evidence) -> Tensor:
         """The p-value of "the query's class is in the gallery" [n]: p ≤ a for at most a share a of known queries."""
         return conformal_p(_novelty(self.right, self.novelty_score, evidence), self.novelty_reference)
+
+    def absent(self, evidence: Evidence, share: float) -> Tensor:
+        """Which queries are not in the collection, as far as can be told [n]; at most ``share`` of the known ones.
+
+        Their p-value is at most the share, and the first result is rather wrong than right: if it were right, the
+        query's class would be in the gallery.
+        """
+        return (self.novelty(evidence) <= share) & (self.probability(evidence) < _LIKELY)
 
     def promise_sets(self, max_error: float, confidence: float = 0.9) -> Promise:
         """The doubt (``threshold``) at which at most ``max_error`` of the known queries' sets miss, if there is one."""

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 _TITLES = {"labelled": "Galleries with labels", "unlabelled": "Galleries without labels"}
 _PROMISED = (
-    "A promise speaks of queries drawn like these, each on its own: as many of them unknown, the same kind of images, "
-    "a gallery like this one. Then, for each wished error rate, at most that share of the answers <em>match</em> is "
-    "wrong (an unknown query answered so is wrong too) with 90 % confidence: one calibration in ten may fail. "
+    "A promise speaks of queries drawn like these, each on its own: no more than about {unknown} of them of classes "
+    "that are not in the gallery, the same kind of images, a gallery like this one. Then, for each wished error rate, "
+    "at most that share of the answers <em>match</em> is wrong (an unknown query answered so is wrong too) with 90 % "
+    "confidence: one calibration in ten may fail. "
     "Nothing is promised about a single query, about another kind of image, or for a gallery that has changed much. "
     "Queries of one class are alike, so for new classes the promises are estimates."
 )
@@ -31,12 +32,13 @@ _SCORES = (
 
 def build_page(result: dict[str, Any]) -> bytes:
     """The page; ``result`` is what `idml.evaluation.calibrate.calibrate_run` returns."""
+    unknown = f"{result['unknown_share']:.0%}"
     trained = f", trained by {result['method']}" if result["method"] else ""
     counts = (
         f"{result['queries']:,} queries of {result['classes']:,} classes that the run was not trained on, against "
-        f"{result['gallery']:,} images. {result['unknown_queries']:,} queries have no image of their class there "
-        f"({result['unknown_classes']:,} classes were kept out of the gallery). {result['right']:,} first results are "
-        f"right. Half of the queries fitted P(right), the other half carries the promises."
+        f"{result['gallery']:,} images. {result['unknown_queries']:,} queries ({unknown}) have no image of their "
+        f"class there ({result['unknown_classes']:,} classes were kept out of the gallery). {result['right']:,} first "
+        f"results are right. Half of the queries fitted P(right), the other half carries the promises."
     )
     parts = [
         f"<h1>Calibration on {html.escape(result['data'])}</h1>",
@@ -44,7 +46,7 @@ def build_page(result: dict[str, Any]) -> bytes:
         "".join(f"<p>{html.escape(line)}</p>" for line in result["notes"]),
         "<h2>In words</h2>",
         "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in result["words"]) + "</ul>",
-        f"<h2>What is promised, and what is not</h2><p>{_PROMISED}</p>",
+        f"<h2>What is promised, and what is not</h2><p>{_PROMISED.format(unknown=unknown)}</p>",
     ]
     for kind, title in _TITLES.items():
         parts += [f"<h2>{title}</h2>", *_kind(result[kind], title)]

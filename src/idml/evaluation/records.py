@@ -29,7 +29,9 @@ def read_record(path: Path, record: type[T], *, kind: str, version: int) -> T:
     if not isinstance(whole, dict) or whole.get("format") != kind:
         raise ValueError(f"{path} is not a file of kind {kind!r}")
     if whole.get("version") != version:
-        raise ValueError(f"{path} has version {whole.get('version')!r} of {kind!r}; this program reads {version}")
+        raise ValueError(
+            f"{path} has version {whole.get('version')!r} of {kind!r}; this program reads {version}: make it anew"
+        )
     if whole.get("checksum") != _checksum(whole.get("content")):
         raise ValueError(f"{path} is damaged: its checksum does not fit its content")
     try:

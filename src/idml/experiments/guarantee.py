@@ -175,7 +175,7 @@ def outcome(found: Calibration, trial: Trial, rows: Tensor) -> dict[str, dict[st
     """
     fresh = torch.ones(len(trial), dtype=torch.bool)
     fresh[rows] = False
-    p, far, out = found.probability(trial.evidence), found.novelty(trial.evidence) <= SENT_AWAY, {}
+    p, far, out = found.probability(trial.evidence), found.absent(trial.evidence, SENT_AWAY), {}
     for wished in ERRORS:
         threshold = found.promise(wished, 1 - DELTA).threshold
         match = p >= threshold if threshold is not None else torch.zeros_like(fresh)

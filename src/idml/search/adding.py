@@ -54,7 +54,7 @@ def embed_uploads(
 
 def undamaged(engine: Engine, ids: Sequence[str]) -> set[str]:
     """Those of the ids that are in a gallery and whose stored bytes are what was written."""
-    known = [id for id in ids if id in engine]
+    known = [id for id, item in zip(ids, engine.get_many(ids), strict=True) if item is not None]
     with suppress(DamagedGallery):
         _read(engine, known)
         return set(known)

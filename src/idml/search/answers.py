@@ -4,7 +4,8 @@ With a calibration, in this order:
 
     match                   P ≥ t, t the threshold that keeps the wished error rate; nothing else may turn it down, or
                             the promise would be another one
-    not in the collection   else, if the novelty p-value is at most the share of known queries that may be sent away
+    not in the collection   else, if the novelty p-value is at most the share of known queries that may be sent away,
+                            and P < 1/2: what the first result is right about is in the collection
     unsure                  else
 
 Without one, nothing is promised and the rules are strict: a match needs k neighbours of one class, the first one as
@@ -92,6 +93,7 @@ def answer(
     if calibration is None:
         return _uncalibrated(evidence, profile)
     p, novelty = calibration.probability(evidence), calibration.novelty(evidence)
+    absent = calibration.absent(evidence, wishes.max_sent_away).tolist()
     promise = calibration.promise(wishes.max_error, wishes.confidence)
     reasons = _doubts(evidence, calibration)
     sizes: list[int | None] = [None] * len(evidence)
@@ -100,11 +102,13 @@ def answer(
         if sets.threshold is not None:
             sizes = list(calibration.set_sizes(evidence, sets.threshold).tolist())
     out = []
-    for chance, usual, why, size in zip(p.tolist(), novelty.tolist(), reasons, sizes, strict=True):
+    for chance, usual, away, why, size in zip(p.tolist(), novelty.tolist(), absent, reasons, sizes, strict=True):
         if promise.threshold is not None and chance >= promise.threshold:
             state, reason = State.MATCH, "clear match"
-        elif usual <= wishes.max_sent_away:
+        elif away:
             state, reason = State.NOVEL, "far from everything"
+        elif usual <= wishes.max_sent_away:
+            state, reason = State.UNSURE, "unlike most that belongs here, yet the first result is likely right"
         else:
             state, reason = State.UNSURE, why or _too_low(chance, promise)
         out.append(Answer(state, reason, True, chance, usual, size))

@@ -1,9 +1,10 @@
-"""What a gallery needs beside its items: the model, and the calibrations for galleries with and without labels.
+"""What a gallery needs beside its items: the model, its export, and the calibrations with and without labels.
 
 A gallery in a folder carries copies, so that it needs no run later:
 
     GALLERY/model/model.safetensors                  the model; or, for the pretrained trunk, …
     GALLERY/model/pretrained                         … a line with the trunk's name
+    GALLERY/model/model.onnx                         the exported model, if the run has it
     GALLERY/model/calibration.json                   for galleries with labels, if the run has it
     GALLERY/model/calibration-unlabelled.json        for galleries without, if the run has it
 """
@@ -14,12 +15,13 @@ from pathlib import Path
 from idml.evaluation.calibration import Calibration
 from idml.files import write_whole
 from idml.model import FILE
-from idml.search.embedder import PRETRAINED
+from idml.search.embedder import ONNX, PRETRAINED
 from idml.search.replies import SEARCHED
 from idml.trunks import PACKAGED
 
 MODEL = "model"
 LABELLED, UNLABELLED = "calibration.json", "calibration-unlabelled.json"
+_BESIDE = (LABELLED, UNLABELLED, ONNX)
 
 
 @dataclass(frozen=True)
@@ -59,28 +61,28 @@ def run_folder(run: str | Path) -> Path:
 
 
 def carry(run: str | Path, folder: Path) -> None:
-    """Copy a run's model and calibrations into ``folder``, where a gallery is going to be made."""
+    """Copy a run's model and what belongs to it into ``folder``, where a gallery is going to be made."""
     path = Path(run)
     if str(run) == PRETRAINED:
         content = {PRETRAINED: f"{PACKAGED}\n".encode()}
     else:
-        content = {FILE: (path / FILE if path.is_dir() else path).read_bytes(), **_calibration_files(run)}
+        content = {FILE: (path / FILE if path.is_dir() else path).read_bytes(), **_beside(run)}
     to = folder / MODEL
     to.mkdir(parents=True, exist_ok=True)
-    for name in {FILE, PRETRAINED, LABELLED, UNLABELLED} - content.keys():
+    for name in {FILE, PRETRAINED, *_BESIDE} - content.keys():
         (to / name).unlink(missing_ok=True)  # a kill may have left it when another gallery was being made here
     for name, data in content.items():
         write_whole(to / name, data)
 
 
-def carry_calibrations(run: str | Path, folder: Path) -> None:
-    """Copy a run's calibrations into the gallery in ``folder``; a kind that the run lacks stays as it is there."""
-    for name, data in _calibration_files(run).items():
+def carry_later(run: str | Path, folder: Path) -> None:
+    """Copy what a run has beside its model into the gallery in ``folder``; what it lacks stays as it is there."""
+    for name, data in _beside(run).items():
         write_whole(folder / MODEL / name, data)
 
 
-def _calibration_files(run: str | Path) -> dict[str, bytes]:
-    paths = [] if str(run) == PRETRAINED else [run_folder(run) / name for name in (LABELLED, UNLABELLED)]
+def _beside(run: str | Path) -> dict[str, bytes]:
+    paths = [] if str(run) == PRETRAINED else [run_folder(run) / name for name in _BESIDE]
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 

@@ -71,7 +71,7 @@ class Census:
                 self._changed(before, self._items(ids))
 
     def _items(self, ids: list[str]) -> list[Item | None]:
-        return [] if self._labels is None else [self._engine.get(id) for id in ids]
+        return [] if self._labels is None else self._engine.get_many(ids)
 
     def _changed(self, before: list[Item | None], after: list[Item | None]) -> None:
         if self._labels is None:

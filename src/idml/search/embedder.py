@@ -16,6 +16,7 @@ from idml.model import FILE, Model, fingerprint, load_model
 from idml.trunks import PACKAGED, Trunk, build_trunk
 
 PRETRAINED = "pretrained"
+ONNX = "model.onnx"  # beside a model: what `idml export` made of it
 BATCH = 64
 Runtime = Literal["torch", "onnx"]
 

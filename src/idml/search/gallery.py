@@ -15,7 +15,7 @@ from idml.evaluation.calibration import Calibration
 from idml.evaluation.evidence import Profile
 from idml.evaluation.guarantee import Promise
 from idml.search.answers import Answer, State, Wishes
-from idml.search.carried import MODEL, Calibrations, carried, carry, carry_calibrations
+from idml.search.carried import MODEL, Calibrations, carried, carry, carry_later
 from idml.search.embedder import Embedder, Runtime, open_embedder
 from idml.search.engines import Added, Engine, Properties
 from idml.search.opening import Place, create_engine, is_made, is_milvus, open_engine
@@ -41,6 +41,8 @@ class Status:
     model: str
     """Its fingerprint."""
     calibrated: bool
+    unknown_share: float | None
+    """Of the calibration's queries: promises are for no more unknown ones than about that; None if not calibrated."""
     drift: str
     """How the gallery has changed since calibration; empty if it has not much, or nothing is known."""
     writable: bool
@@ -87,7 +89,7 @@ class Gallery(Shelf):
         Args:
             place: a folder, or milvus://host:port/collection.
             run: the run the gallery was made with. In Milvus it is needed. For a folder its calibrations are used,
-                and taken over by a writer: so a run that was calibrated later brings them in.
+                and taken over by a writer, as its exported model is: so a run that was calibrated later brings them in.
             write: open for writing.
             runtime: what runs the model, "torch" or "onnx".
         """
@@ -102,7 +104,7 @@ class Gallery(Shelf):
             calibrations = Calibrations.load(source, embedder.fingerprint)
             if run is not None and not is_milvus(place):
                 if write:
-                    carry_calibrations(run, Path(place))
+                    carry_later(run, Path(place))
                 own = Calibrations.load(Path(place) / MODEL, embedder.fingerprint)
                 calibrations = calibrations.or_else(own)
             return cls(place, engine, embedder, calibrations, writable=write)
@@ -167,7 +169,8 @@ class Gallery(Shelf):
         """The gallery at a glance."""
         counts, calibration = self._census.counts, self.calibration
         model, drift = self.embedder.fingerprint, self._drifted(calibration)
-        return Status(*counts, model, calibration is not None, drift, self.writable)
+        unknown = None if calibration is None else calibration.unknown
+        return Status(*counts, model, calibration is not None, unknown, drift, self.writable)
 
     def promises(self, errors: Sequence[float] = ERRORS, confidence: float = 0.9) -> list[Promise]:
         """What can be promised for each wished error rate; nothing if the gallery is not calibrated."""

@@ -11,7 +11,7 @@ from PIL import Image
 from idml.embeddings import Embeddings
 from idml.export import FORMAT, OnnxFile, export_onnx, open_session, read_onnx, require, run_session
 from idml.files import cache_folder
-from idml.search.embedder import PRETRAINED, fingerprint_of, prepared
+from idml.search.embedder import ONNX, PRETRAINED, fingerprint_of, prepared
 
 BATCH = 16  # images at once: 64 were at most 5 % faster (lite0 at 112 px, conv4)
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class OnnxEmbedder:
 def _exported(run: str | Path, fingerprint: str) -> OnnxFile:
     """The file beside the model, else the cached one, else a new one in the cache."""
     path = Path(run)
-    beside = (path if path.is_dir() else path.parent) / "model.onnx"
+    beside = (path if path.is_dir() else path.parent) / ONNX
     file = None if str(run) == PRETRAINED else _fitting(beside, fingerprint)
     if file is not None:
         return file

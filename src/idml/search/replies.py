@@ -86,6 +86,10 @@ def reply(engine: Engine, queries: Embeddings, k: int, wishes: Wishes, setting: 
     calibration = setting.calibration
     evidence = _evidence(queries, found, known, setting.labelled)
     answers = answer(evidence, calibration, wishes, profile=setting.profile)
+    notes = setting.notes
+    if calibration is not None and wishes.max_missed is not None:
+        why = calibration.promise_sets(wishes.max_missed, wishes.confidence).reason
+        notes += (why,) if why else ()
     lists = [list(zip(ids, d, strict=True)) for ids, d in zip(found.ids, found.distances.tolist(), strict=True)]
     _deepen(engine, queries, k, answers, lists, known)
     out = []
@@ -96,7 +100,7 @@ def reply(engine: Engine, queries: Embeddings, k: int, wishes: Wishes, setting: 
             shown = sum(group[0] < own.results for group in groups)
             told, size = replace(own, results=shown), max(k, shown)
         results = _results(groups[:size], listed, known, own.probability, calibration)
-        out.append(Reply(told, results, level, own.calibrated, setting.notes))
+        out.append(Reply(told, results, level, own.calibrated, notes))
     return out
 
 
@@ -105,7 +109,7 @@ def _look_up(engine: Engine, found: Found, known: dict[str, Known]) -> None:
     ids = [id for id in dict.fromkeys(id for row in found.ids for id in row) if id not in known]
     if not ids:
         return
-    items = [engine.get(id) for id in ids]
+    items = engine.get_many(ids)
     try:
         levels, vectors = engine.levels(ids).tolist(), engine.embeddings(ids)
     except DamagedGallery:

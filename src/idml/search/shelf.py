@@ -33,12 +33,13 @@ class Shelf:
         """
         self._require_writable()
         last = {image.id: image for image in images}
-        known = undamaged(self.engine, list(last))
+        before = {id: item for id, item in zip(last, self.engine.get_many(list(last)), strict=True) if item is not None}
+        known = {*before} if self.roots is None else undamaged(self.engine, list(before))  # Milvus looks after its own
         new = [image for id, image in last.items() if id not in known]
         fresh = embed_uploads(self.embedder, new)
-        items = [self._item(image) for image in new]
+        items = [self._item(image, before.get(image.id)) for image in new]
         with self.still:
-            there = [item for id in known if (item := self.engine.get(id)) is not None]
+            there = [item for item in self.engine.get_many(list(known)) if item is not None]
             lost = [item for item in there if self.roots is not None and self.roots.find(item.path) is None]
             for item in [*items, *lost]:
                 if self.roots is not None and item.path.startswith(f"{UPLOADS}/"):
@@ -50,10 +51,10 @@ class Shelf:
             changed = self.relabel(labels) if labels else 0
         return Added(added.new, added.replaced + changed, added.unchanged + len(known) - changed)
 
-    def _item(self, image: Upload) -> Item:
+    def _item(self, image: Upload, damaged: Item | None) -> Item:
         path = "" if self.roots is None else f"{UPLOADS}/{image.id}.{image.extension}"
-        label, damaged = image.label, self.engine.get(image.id)
-        return Item(path, image.checksum, damaged.label if label is None and damaged is not None else label)
+        label = damaged.label if image.label is None and damaged is not None else image.label
+        return Item(path, image.checksum, label)
 
     def put(self, items: Sequence[Item], embeddings: Embeddings, thumbnails: Sequence[bytes] | None = None) -> Added:
         """Add items that are embedded already; see `Engine.add`."""
@@ -80,6 +81,10 @@ class Shelf:
     def get(self, id: str) -> Item | None:
         """The item with this id, if there is one."""
         return self.engine.get(id)
+
+    def get_many(self, ids: Sequence[str]) -> list[Item | None]:
+        """The item with each of these ids, None where there is none."""
+        return self.engine.get_many(ids)
 
     def items(self) -> Iterator[Item]:
         """All items."""

@@ -108,8 +108,8 @@ def _add_reading(app: FastAPI, service: Service) -> None:
 
         def look_up() -> Page:
             total, rows = service.listing().page(order, label or None, offset, limit)
-            found = [(service.gallery.get(id), level) for id, level in rows]
-            return Page(total=total, items=[Shown.of(item, level) for item, level in found if item is not None])
+            found = zip(service.gallery.get_many([id for id, _ in rows]), rows, strict=True)
+            return Page(total=total, items=[Shown.of(item, level) for item, (_, level) in found if item is not None])
 
         return _json(await service.read(look_up))
 
@@ -151,18 +151,25 @@ def _add_search(app: FastAPI, service: Service) -> None:
         request: Request,
         k: Annotated[int, Query(ge=1, le=100)] = 12,
         max_error: Annotated[float, Query(gt=0, lt=1)] = 0.05,
+        max_missed: Annotated[float | None, Query(gt=0, lt=1)] = None,
     ) -> Response:
-        """Look an image up: at most ``max_error`` of the answers *match* are wrong, where that can be promised."""
+        """Look an image up: at most ``max_error`` of the answers *match* are wrong, where that can be promised.
+
+        With ``max_missed``, ``set_size`` says how many results it takes that at most this share of the queries whose
+        class is in the collection get none of it; there are as many then, even if that is more than ``k``.
+        """
         fields = await read_form(request, ("image",))
         started = perf_counter()
-        reply = await service.search(fields["image"], k, Wishes(max_error=max_error))
+        reply = await service.search(fields["image"], k, Wishes(max_error=max_error, max_missed=max_missed))
         return _json(Answered.of(reply, perf_counter() - started))
 
 
 def _add_changes(app: FastAPI, service: Service) -> None:
     form = _form("image", "label")
 
-    @app.post("/api/items", status_code=201, response_model=Kept, **_reading(403, 408, 413, 415), openapi_extra=form)
+    @app.post(
+        "/api/items", status_code=201, response_model=Kept, **_reading(403, 408, 413, 415, 507), openapi_extra=form
+    )
     async def add(request: Request) -> Response:
         """Add an image, with a label or without."""
         service.check_writable()
@@ -174,13 +181,13 @@ def _add_changes(app: FastAPI, service: Service) -> None:
         id, new = await service.add(fields["image"], clean_label(label))
         return _json(Kept(id=id, new=new), 201)
 
-    @app.patch("/api/items/{id}", status_code=204, **_reading(403, 404, 408, 413, 415), openapi_extra=_LABEL)
+    @app.patch("/api/items/{id}", status_code=204, **_reading(403, 404, 408, 413, 415, 507), openapi_extra=_LABEL)
     async def relabel(id: str, request: Request) -> Response:
         """Give an item another label, or none."""
         await service.relabel(id, await _read_label(request))
         return Response(status_code=204)
 
-    @app.delete("/api/items/{id}", status_code=204, **_reading(403, 404))
+    @app.delete("/api/items/{id}", status_code=204, **_reading(403, 404, 507))
     async def remove(id: str) -> Response:
         """Remove an item."""
         await service.remove(id)

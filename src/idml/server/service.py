@@ -157,6 +157,9 @@ class Service:
         """In the worker: what was made of the gallery before has to be made again."""
         try:
             return work()
+        except OSError:
+            log.exception("a change was not stored")
+            raise Refusal(507, "this could not be stored (a full disk?); the server's log says why") from None
         finally:
             self._state += 1
 

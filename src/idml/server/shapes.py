@@ -28,9 +28,10 @@ class Health(BaseModel):
 
 
 class Promised(BaseModel):
-    """What can be promised for one wished error rate."""
+    """What can be promised for one wished error rate; ``confidence`` 0.9: one calibration in ten may fail."""
 
     max_error: float
+    confidence: float
     possible: bool
     threshold: float | None
     coverage: float | None
@@ -41,6 +42,7 @@ class Promised(BaseModel):
         """As the calibration gives it."""
         return cls(
             max_error=promise.max_error,
+            confidence=promise.confidence,
             possible=promise.kept,
             threshold=number(promise.threshold),
             coverage=number(promise.coverage),
@@ -49,13 +51,17 @@ class Promised(BaseModel):
 
 
 class About(BaseModel):
-    """The gallery; ``writable`` is for whoever asks."""
+    """The gallery; promises hold where no more than ``unknown_share`` of the queries have no right answer in it.
+
+    ``writable`` is for whoever asks.
+    """
 
     items: int
     labelled: int
     classes: int
     model: str
     calibrated: bool
+    unknown_share: float | None
     drift: str
     writable: bool
     promises: list[Promised]
@@ -70,6 +76,7 @@ class About(BaseModel):
             classes=status.classes,
             model=status.model,
             calibrated=status.calibrated,
+            unknown_share=number(status.unknown_share),
             drift=status.drift,
             writable=status.writable,
             promises=[Promised.of(promise) for promise in gallery.promises()],
@@ -102,7 +109,10 @@ class Result(BaseModel):
 
 
 class Answered(BaseModel):
-    """The answer to a query and what was found, nearest first."""
+    """The answer to a query and what was found, nearest first.
+
+    ``set_size``: the first so many results hold a right image as surely as asked; null if not asked or not possible.
+    """
 
     state: Literal["match", "unsure", "not in the collection"]
     reason: str
@@ -110,6 +120,7 @@ class Answered(BaseModel):
     novelty: float | None
     calibrated: bool
     level: float | None
+    set_size: int | None
     results: list[Result]
     notes: list[str]
     took_ms: float
@@ -125,6 +136,7 @@ class Answered(BaseModel):
             novelty=number(answer.novelty),
             calibrated=reply.calibrated,
             level=number(reply.level),
+            set_size=answer.results,
             results=[Result.of(result) for result in reply.results],
             notes=[text(note) for note in reply.notes],
             took_ms=round(1000 * seconds, 1),

@@ -133,6 +133,10 @@ class Engine(Protocol):
         """The item with this id, if there is one."""
         ...
 
+    def get_many(self, ids: Sequence[str]) -> list[Item | None]:
+        """The item with each of these ids, None where there is none: one question to a server, not one for each."""
+        ...
+
     def items(self) -> Iterator[Item]:
         """All items."""
         ...

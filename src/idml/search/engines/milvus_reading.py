@@ -62,11 +62,14 @@ class MilvusReading:
 
     def get(self, id: str) -> Item | None:
         """The item with this id, if there is one."""
+        return self.get_many([id])[0]
+
+    def get_many(self, ids: Sequence[str]) -> list[Item | None]:
+        """The item with each of these ids, None where there is none."""
         state, found = self._found
-        if state == self._opened().looks and id in found:  # whoever searches asks for what was found, one by one
-            return found[id]
-        row = self._fetch([id], ["item"]).get(id)
-        return None if row is None else read_item(row)
+        known = found if state == self._opened().looks else {}  # whoever searches asks for what was found
+        rows = self._fetch([id for id in ids if id not in known], ["item"])
+        return [known[id] if id in known else read_item(rows[id]) if id in rows else None for id in ids]
 
     def items(self) -> Iterator[Item]:
         """All items in the order in which they were added, as they are now."""

@@ -39,10 +39,14 @@ class Reading:
 
     def get(self, id: str) -> Item | None:
         """The item with this id, if there is one."""
+        return self.get_many([id])[0]
+
+    def get_many(self, ids: Sequence[str]) -> list[Item | None]:
+        """The item with each of these ids, None where there is none."""
         with self._mutex:
             table = self._opened().table
-            row = table.row.get(id)
-            return None if row is None else table.item(row)
+            rows = [table.row.get(id) for id in ids]
+            return [None if row is None else table.item(row) for row in rows]
 
     def items(self) -> Iterator[Item]:
         """All items in the order in which they were added, as they are now."""

@@ -42,12 +42,15 @@ export function showReply(reply) {
   if (reading && !at("results").hidden) at("results-title").focus(); // what had the focus is gone
 }
 
-/** The numbers that decided, as sentences; what sent a query away is how unusual it is, so that comes first then. */
+/** The numbers that decided, as sentences; what sent a query away is how unusual it is, so that comes first then (and
+ *  the first result is rather wrong than right). */
 function chances({ state, calibrated, probability, novelty }) {
   const line = (...words) => make("p", { className: "chance" }, ...words);
   if (!calibrated || probability === null) return [line("A guess: without a calibration there is no probability.")];
-  const right = line(make("strong", {}, percent(probability)), " probability that the first result is right");
-  if (state !== "not in the collection" || novelty === null) return [right];
+  const sentAway = state === "not in the collection" && novelty !== null;
+  const after = ` probability that the first result is right${sentAway ? " all the same" : ""}`;
+  const right = line(make("strong", {}, percent(probability)), after);
+  if (!sentAway) return [right];
   return [line(make("strong", {}, percent(novelty)), " of images that belong here are as unusual as yours"), right];
 }
 

@@ -3,7 +3,6 @@ import { at, count, percent, rate, sentence } from "./dom.js";
 import { json } from "./api.js";
 
 const USUAL = 0.05; // the error rate that the service assumes where none is wished
-const CONFIDENCE = 0.9; // its promises are broken in one of ten calibrations at most
 export const gallery = { calibrated: false, writable: false, promises: [] };
 
 /** Read it again and show it in the head of the page and at the slider. */
@@ -55,15 +54,21 @@ function placeSlider(before) {
 
 /** Say what the slider's place means. */
 export function showPromise() {
-  const { max_error, possible, coverage, reason } = promise();
+  const { max_error, confidence, possible, coverage, reason } = promise();
   const wish = `at most ${rate(max_error)}`;
   at("wished").textContent = wish;
   at("max-error").setAttribute("aria-valuetext", possible ? wish : `${wish}, cannot be promised`);
   at("promise").classList.toggle("refused", !possible);
   at("promise").textContent = possible
-    ? `Promised, with ${percent(CONFIDENCE)} confidence. About ${percent(coverage)} of queries get a match; the others are told “unsure” or “not in the collection”.`
+    ? `Promised, with ${percent(confidence)} confidence, ${condition()}. About ${percent(coverage)} of queries get a match; the others are told “unsure” or “not in the collection”.`
     : `Cannot promise that here: ${why(reason)} Nothing is called a match.`;
 }
+
+/** For which queries it is promised. */
+const condition = () =>
+  gallery.unknown_share >= 0.01
+    ? `where no more than about ${percent(gallery.unknown_share)} of queries show what is not in the collection`
+    : "where all queries show what is in the collection";
 
 /** The service's reason without its first words, which were just said. */
 const why = (reason) => sentence(reason?.replace(/^cannot promise at most [^:]*: /, ""), { capital: false });
