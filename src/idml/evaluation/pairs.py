@@ -61,7 +61,7 @@ class Squares:
         return x if self.shift is None else x - self.shift
 
     def bound(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds [r, m], up to a constant [r] of each row. A thread's next call writes over them: new pages cost time."""
+        """Bounds [r, m], up to a constant [r] of each row. A thread's next call writes over them: pages cost time."""
         a = self.a[rows]
         a = self._shifted(a).float() if self._copies(a) else a
         if len(getattr(self.room, "rows", ())) < len(rows):
