@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 from sklearn.metrics import normalized_mutual_info_score
 
 from idml import Embeddings, IntrospectiveMetric
+from idml.data.catalogue import load_dataset
+from idml.data.pixels import load_pixels
 from idml.evaluation import evaluate_retrieval, neighbours, pairs, retrieval
 from idml.evaluation.retrieval import clusters, normalized_mutual_information
+from idml.features import view_features
+from idml.model import build_model
 
 
 def loops(order, labels, gallery_labels, relevant, recall_at):
@@ -93,6 +98,27 @@ def test_equals_pytorch_metric_learning(n, classes):
     ours = evaluate_retrieval(q, y, gallery=x, gallery_labels=labels)
     for mine, name in zip(("recall@1", "r_precision", "map@r"), names, strict=True):
         assert ours[mine] == pytest.approx(theirs[name], abs=1e-6)
+
+
+def test_equals_the_peers_on_real_images(tmp_path, monkeypatch):
+    """Features of the pretrained trunk, of photographs: birds, 20 classes, sixty images or so of each."""
+    tar = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "cub_200_2011_128px.tar"
+    if not tar.exists():
+        pytest.skip(f"the data is absent: {tar.name}")
+    test = load_dataset(f"cub:{tar}").test[:600:2]
+    pixels = load_pixels(test, 73, folder=tmp_path)
+    labels = pixels.images.labels[pixels.usable]
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path))
+    x = view_features(build_model(image_size=64), pixels)
+    names = ("precision_at_1", "r_precision", "mean_average_precision_at_r")
+    knn = CustomKNN(LpDistance())
+    theirs = AccuracyCalculator(include=names, knn_func=knn, k="max_bin_count").get_accuracy(x, labels)
+    ours = evaluate_retrieval(Embeddings.certain(x), labels, nmi=True)
+    for mine, name in zip(("recall@1", "r_precision", "map@r"), names, strict=True):
+        assert ours[mine] == pytest.approx(theirs[name], abs=1e-6)
+    assert ours["recall@1"] > 0.3  # they are real
+    found = clusters(torch.nn.functional.normalize(x), len(labels.unique()))
+    assert ours["nmi"] == pytest.approx(normalized_mutual_info_score(labels, found), abs=1e-9)
 
 
 def test_query_and_gallery_sets_that_share_images():

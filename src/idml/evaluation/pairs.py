@@ -210,7 +210,9 @@ class Pairs:
                 return key
 
     def distinct(self, i: Tensor, j: Tensor) -> Tensor:
-        """The exact keys of pairs of a query i and a gallery row j, equal gallery rows measured once."""
+        """The exact keys of pairs of a query i and a gallery row j; of many pairs, equal gallery rows measured once."""
+        if len(i) < self.gallery:  # finding equal rows would cost more
+            return self.keys(i, j.unsqueeze(1)).squeeze(1)
         pair, back = (i * self.gallery + self._twin[j]).unique(return_inverse=True)
         return self.keys(pair // self.gallery, (pair % self.gallery).unsqueeze(1)).squeeze(1)[back]
 
