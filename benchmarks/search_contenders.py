@@ -34,7 +34,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "60k": Size(60_502, 512, 11_316, 64, "HNSW"),
+    "60k": Size(60_502, 512, 11_316, 1_024, "HNSW"),
     "1m": Size(1_000_000, 512, 100_000, 1000, "IVF_FLAT"),
     "small": Size(3_000, 64, 200, 64, "HNSW"),
 }

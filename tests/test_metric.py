@@ -107,6 +107,61 @@ def test_gradcheck(rule, form):
     )
 
 
+def sums_of_norms(e, other):
+    return torch.tensor([[float(u.norm() + v.norm()) for v in other.uncertainty] for u in e.uncertainty]).double()
+
+
+@pytest.mark.parametrize(
+    ("rule", "form"), [("similar", "distances"), ("similar", "cosines"), ("dissimilar", "cosines")]
+)
+def test_sum_of_norms(rule, form):
+    """β = ‖u₁‖ + ‖u₂‖: values by explicit loops, gradients by finite differences, with and without others."""
+    e, other = images(13, n=5), images(14, n=4)
+    m = IntrospectiveMetric(2.0, 0.3, rule, "norms")
+    alpha, cos = alphas(e, other), plain_cosines(e, other)
+    weight = torch.exp(-(sums_of_norms(e, other) + 0.3) / (2.0 * alpha))
+    expected = (
+        alpha * weight if form == "distances" else cos * weight if rule == "dissimilar" else 1 - (1 - cos) * weight
+    )
+    torch.testing.assert_close(getattr(m, form)(e, other), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(m.weights(e, other), weight.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(getattr(m, form)(e)[0, 1], getattr(m, form)(e, e)[0, 1])
+
+    def pairs(s, u, t=None, v=None):
+        return getattr(m, form)(Embeddings(s, u), None if t is None else Embeddings(t, v))
+
+    assert torch.autograd.gradcheck(pairs, (e.semantic, e.uncertainty))
+    assert torch.autograd.gradcheck(pairs, (e.semantic, e.uncertainty, other.semantic, other.uncertainty))
+
+
+@given(SEEDS)
+def test_the_sum_of_norms_is_never_smaller(seed):
+    e, other = images(seed), images(seed + 1)
+    assert (betas(e, other, "norms") >= betas(e, other) - 1e-12).all()
+    certain = Embeddings.certain(other.semantic)
+    assert torch.equal(betas(e, certain, "norms"), betas(e, certain))  # with one u = 0 they are the same
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_sum_of_norms_of_huge_tiny_and_no_uncertainty(scale):
+    base = images(15, level=1.0, dtype=torch.float32)
+    u = (base.uncertainty.detach() * scale).requires_grad_()
+    pairs = IntrospectiveMetric(beta="norms").distances(Embeddings(base.semantic, u))
+    pairs.sum().backward()
+    assert all(torch.isfinite(x).all() for x in (pairs, u.grad, base.semantic.grad))
+    wanted = u.detach().double().norm(dim=1)[:2].sum()
+    torch.testing.assert_close(betas(Embeddings(base.semantic, u), None, "norms")[0, 1].double(), wanted)
+
+
+def test_old_descriptions_stay():
+    """Results are kept under what a metric says of itself."""
+    assert repr(IntrospectiveMetric()) == "IntrospectiveMetric(tau=5.0, gamma=0.0, rule='similar')"
+    assert (
+        repr(IntrospectiveMetric(beta="norms"))
+        == "IntrospectiveMetric(tau=5.0, gamma=0.0, rule='similar', beta='norms')"
+    )
+
+
 @given(SEEDS, TAUS, GAMMAS)
 def test_laws(seed, tau, gamma):
     """Softening only shrinks a distance, only raises a similarity, and is symmetric."""
@@ -231,6 +286,8 @@ def test_blocks_change_nothing(monkeypatch):
         (lambda: IntrospectiveMetric(gamma=math.inf), "gamma must be 0 or larger"),
         (lambda: IntrospectiveMetric(rule="simlar"), "unknown rule 'simlar'; did you mean 'similar'"),
         (lambda: IntrospectiveMetric(tau=3.0, rule="release"), "fixes tau = 5 and gamma = 4"),
+        (lambda: IntrospectiveMetric(beta="norm"), "unknown beta 'norm'; did you mean 'norms'"),
+        (lambda: IntrospectiveMetric(rule="release", beta="norms"), "beta must be 'sum'"),
         (lambda: IntrospectiveMetric(rule="dissimilar").distances(images()), "no distance form, only cosine"),
         (lambda: IntrospectiveMetric(rule="release").distances(images()), "no distance form"),
         (lambda: IntrospectiveMetric(rule="strict").cosines(images()), "no cosine form, only distance"),

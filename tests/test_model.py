@@ -7,7 +7,8 @@ from PIL import Image
 
 from idml import Embeddings
 from idml.data.images import load_square
-from idml.model import ModelConfig, build_model, load_model, save_model, squash
+from idml.model import ModelConfig, build_model, load_model, save_model
+from idml.uncertainty_head import squash
 
 WIDTH = 256  # of conv4's features
 
@@ -249,3 +250,40 @@ def test_unknown_option_names_the_nearest(option, nearest):
     with pytest.raises(ValueError, match=rf"unknown model option '{option}'; did you mean '{nearest}'") as caught:
         build_model("conv4", **{option: 8})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_a_hidden_layer_starts_small_and_is_what_it_says(scale, tmp_path):
+    model, features = small(u_hidden=12), torch.rand(64, WIDTH) * scale
+    features[:, 3] = 7 * scale  # a constant feature says nothing
+    assert model.heads(features).level.mean().item() > 0
+    model.eval()
+    embeddings = model.heads(features)
+    assert embeddings.level.mean().item() == pytest.approx(0.05, rel=1e-2)
+    head = model.uncertainty
+    deviation = features.std(dim=0, correction=0)
+    deviation[3] = 1.0
+    hidden = ((features - features.mean(dim=0)) / deviation) @ head.hidden.weight.T + head.hidden.bias
+    u = head.scale * (hidden.clamp_min(0) @ head.linear.weight.T) + head.linear.bias
+    torch.testing.assert_close(embeddings.uncertainty, u, rtol=1e-3, atol=1e-4)
+    save_model(model, tmp_path)
+    assert torch.equal(load_model(tmp_path).heads(features).uncertainty, embeddings.uncertainty)
+
+
+def test_half_of_a_hidden_layer_drops_out_in_training_alone():
+    model, features = small(u_hidden=12).train(), torch.rand(8, WIDTH)
+    model.heads(features)
+    first, second = model.heads(features), model.heads(features)
+    assert not torch.equal(first.uncertainty, second.uncertainty)
+    assert torch.equal(first.semantic, second.semantic)
+    model.eval()
+    assert torch.equal(model.heads(features).uncertainty, model.heads(features).uncertainty)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"u_hidden": -1}, "u_hidden must be"), ({"u_hidden": 4, "uncertainty": "gaussian"}, "Gaussian head is linear")],
+)
+def test_bad_hidden_layers(config, words):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**config)

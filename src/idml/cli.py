@@ -39,10 +39,17 @@ def main(arguments: list[str] | None = None) -> int:
     reproducing.add_argument(
         "what",
         metavar="WHAT",
-        help="first (losses and methods), uncertainty (scores), guarantee (promised errors), audit (wrong labels)",
+        help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, noise, beta, "
+        "proxies, finetune; first, uncertainty, guarantee, audit; results (the page of all of them)",
     )
-    reproducing.add_argument("--data", metavar="SPEC", default="glyphs", help="data set (default glyphs)")
-    reproducing.add_argument("--seeds", type=int, metavar="N", default=3, help="runs of each cell (default 3)")
+    reproducing.add_argument(
+        "--scale", metavar="WORD", default="laptop", help="laptop (default), or paper: ResNet-50 on GPUs"
+    )
+    reproducing.add_argument(
+        "--regime", metavar="WORD", help="on a laptop: frozen, last, full or scratch (default by the data set)"
+    )
+    reproducing.add_argument("--data", metavar="SPEC", help="data set (default glyphs)")
+    reproducing.add_argument("--seeds", type=int, metavar="N", help="runs of each arm (default by the table)")
     reproducing.add_argument("--out", metavar="DIR", default="results", help="where to put it (default results)")
     reproducing.add_argument("--dry-run", action="store_true", help="only say what would be done")
 
@@ -116,31 +123,26 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from idml.experiments.audit import reproduce_audit
-    from idml.experiments.first import reproduce_first
-    from idml.experiments.guarantee import reproduce_guarantee
-    from idml.experiments.uncertainty import reproduce_uncertainty
+    from idml.experiments.command import reproduce
     from idml.training.display import Display
+    from idml.training.loop import Interrupted
 
-    tables = {
-        "first": reproduce_first,
-        "uncertainty": reproduce_uncertainty,
-        "guarantee": reproduce_guarantee,
-        "audit": reproduce_audit,
-    }
-    if options.what not in tables:
-        raise ValueError(f"there is no table {options.what!r}; known are {', '.join(tables)}")
-    if options.seeds < 1:
-        raise ValueError(f"a table needs at least one seed, got {options.seeds}")
-    with Display() as display:
-        results = tables[options.what](
-            options.data,
-            options.seeds,
-            Path(options.out),
-            dry_run=options.dry_run,
-            report=display.report,
-            note=display.note,
-        )
+    try:
+        with Display() as display:
+            results = reproduce(
+                options.what,
+                options.data,
+                options.seeds,
+                Path(options.out),
+                scale=options.scale,
+                regime=options.regime,
+                dry_run=options.dry_run,
+                report=display.report,
+                note=display.note,
+            )
+    except Interrupted:
+        print("idml reproduce: stopped; the same command goes on", file=sys.stderr)
+        return 143
     print(json.dumps(results) if options.json else results["table"])
     return 0
 

@@ -13,6 +13,7 @@ For two images, or an image and a proxy, with semantic embeddings s and uncertai
     off           D = α                         C' = C                         the baselines
     release       –                             C' as similar, see `_release`  the authors' released code
 
+With ``beta="norms"`` β = ‖u₁‖ + ‖u₂‖ instead, which no two vectors can cancel: for comparison.
 Everything comes from matrix products, ‖u₁ + u₂‖² = ‖u₁‖² + ‖u₂‖² + 2u₁·u₂: no [n, m, d] tensor exists.
 An image compared with itself has D = 0 and C' = 1, and passes no gradient.
 """
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings, full_precision, require_finite, unit_rows
-from idml.pairwise import Alpha, Beta, Cosines, SelfBeta, SelfCosines, Soften
+from idml.pairwise import Alpha, Beta, Cosines, NormSum, SelfBeta, SelfCosines, SelfNormSum, Soften
 
 RULES = ("similar", "dissimilar", "strict", "off", "release")
+BETAS = ("sum", "norms")
 Form = Literal["distance", "cosine"]
 
 _FORMS: dict[str, tuple[Form, ...]] = {
@@ -56,11 +58,13 @@ class IntrospectiveMetric:
     tau: float = 5.0
     gamma: float = 0.0
     rule: str = "similar"
+    beta: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            near = get_close_matches(str(self.rule), RULES, n=1, cutoff=0.0)
-            raise ValueError(f"unknown rule {self.rule!r}; did you mean {near[0]!r}? (rules: {', '.join(RULES)})")
+        for name, value, known in (("rule", self.rule, RULES), ("beta", self.beta, BETAS)):
+            if value not in known:
+                near = get_close_matches(str(value), known, n=1, cutoff=0.0)
+                raise ValueError(f"unknown {name} {value!r}; did you mean {near[0]!r}? ({name}s: {', '.join(known)})")
         if not (isinstance(self.tau, int | float) and 0 < self.tau < math.inf):
             raise ValueError(f"tau must be a positive number, got {self.tau!r}")
         if not (isinstance(self.gamma, int | float) and 0 <= self.gamma < math.inf):
@@ -68,7 +72,13 @@ class IntrospectiveMetric:
         if self.rule == "release":
             if self.tau != _RELEASE_TAU or self.gamma not in (0.0, _RELEASE_GAMMA):
                 raise ValueError("rule 'release' fixes tau = 5 and gamma = 4, as the released code does")
+            if self.beta != "sum":
+                raise ValueError("rule 'release' adds the vectors, as the released code does: beta must be 'sum'")
             object.__setattr__(self, "gamma", _RELEASE_GAMMA)
+
+    def __repr__(self) -> str:
+        beta = "" if self.beta == "sum" else f", beta={self.beta!r}"  # results are kept under what this says
+        return f"IntrospectiveMetric(tau={self.tau!r}, gamma={self.gamma!r}, rule={self.rule!r}{beta})"
 
     def distances(self, embeddings: Embeddings | Tensor, other: Embeddings | Tensor | None = None) -> Tensor:
         """D of every pair [n, m]; without ``other``, of the batch against itself [n, n]."""
@@ -85,7 +95,8 @@ class IntrospectiveMetric:
         alpha = alphas(embeddings, other)
         if self.rule == "off":
             return torch.ones_like(alpha)
-        return torch.exp(-(betas(embeddings, other) + self.gamma) / (self.tau * alpha.clamp_min(_NO_GAP)))
+        beta = betas(embeddings, other, self.beta)
+        return torch.exp(-(beta + self.gamma) / (self.tau * alpha.clamp_min(_NO_GAP)))
 
     def _pairs(self, form: Form, a: Embeddings | Tensor, b: Embeddings | Tensor | None) -> Tensor:
         if form not in _FORMS[self.rule]:
@@ -101,15 +112,15 @@ class IntrospectiveMetric:
 
     def _compare(self, form: Form, e: Embeddings, other: Embeddings | None) -> Tensor:
         if self.rule == "similar":
-            return soften(e, other, self.tau, self.gamma, form)
+            return soften(e, other, self.tau, self.gamma, form, self.beta)
         if self.rule == "off":
             return plain_cosines(e, other) if form == "cosine" else alphas(e, other)
         if self.rule == "strict":
             alpha = alphas(e, other)
-            return alpha * (alpha > betas(e, other) + self.gamma)
+            return alpha * (alpha > betas(e, other, self.beta) + self.gamma)
         if self.rule == "dissimilar":
             gap = alphas(e, other).clamp_min(_NO_GAP)
-            return plain_cosines(e, other) * torch.exp(-(betas(e, other) + self.gamma) / (self.tau * gap))
+            return plain_cosines(e, other) * torch.exp(-(betas(e, other, self.beta) + self.gamma) / (self.tau * gap))
         return _release(e, other)
 
     def _embeddings(self, e: Embeddings | Tensor) -> Embeddings:
@@ -139,21 +150,22 @@ def alphas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
     return alpha
 
 
-def betas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
-    """β = ‖u₁ + u₂‖ for every pair: [n, m], or [n, 1] where the others are certain (u₂ = 0)."""
+def betas(e: Embeddings, other: Embeddings | None = None, kind: str = "sum") -> Tensor:
+    """β = ‖u₁ + u₂‖, or ‖u₁‖ + ‖u₂‖ (``norms``), of every pair: [n, m], or [n, 1] where u₂ = 0 has no dimensions."""
     if other is not None and other.uncertainty.shape[1] == 0:
         return e.level.unsqueeze(1)
     if e.uncertainty.shape[1] == 0:
         return (e if other is None else other).level.expand(len(e), -1)
     u, v, scale = _scaled(e, other)
-    beta: Tensor = SelfBeta.apply(u) if other is None else Beta.apply(u, v)
+    alone, both = (SelfBeta, Beta) if kind == "sum" else (SelfNormSum, NormSum)
+    beta: Tensor = alone.apply(u) if other is None else both.apply(u, v)
     return beta * scale if scale != 1.0 else beta
 
 
-def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form) -> Tensor:
+def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form, kind: str = "sum") -> Tensor:
     """Rule `similar`: D = α·e^(−x) or C' = 1 − (1 − C)·e^(−x), x = (β + γ)/(τα)."""
     out: Tensor = Soften.apply(
-        plain_cosines(e, other), betas(e, other), _squares(e, other), tau, gamma, form == "distance"
+        plain_cosines(e, other), betas(e, other, kind), _squares(e, other), tau, gamma, form == "distance"
     )
     return out
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 
 from idml.embeddings import Embeddings, full_precision
 from idml.files import write_whole
-from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
+from idml.stages import Stages
 from idml.trunks import PACKAGED, build_trunk
+from idml.uncertainty_head import UncertaintyHead
 
-START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
 FILE = "model.safetensors"
 
 
@@ -33,6 +34,8 @@ class ModelConfig:
     """Squash ‖u‖ below this, keeping its direction; None leaves u free."""
     detach: bool = False
     """Whether the uncertainty head reads the features without sending gradient back into the trunk."""
+    u_hidden: int = 0
+    """Width of a hidden layer in the uncertainty head; 0 means none, a linear head."""
     in_chans: int = 3
     image_size: int | None = None
     """Pixels; None takes what the trunk was made for."""
@@ -50,63 +53,12 @@ class ModelConfig:
             raise ValueError(f"trunk must be the name of a network, got {self.trunk!r}")
         if not isinstance(self.detach, bool):
             raise ValueError(f"detach must be True or False, got {self.detach!r}")
+        if type(self.u_hidden) is not int or self.u_hidden < 0:
+            raise ValueError(f"u_hidden must be a whole number of at least 0, got {self.u_hidden!r}")
+        if self.u_hidden and self.uncertainty == "gaussian":
+            raise ValueError("u_hidden goes with uncertainty='introspective': the Gaussian head is linear")
         if self.bound is not None and self.uncertainty == "gaussian":
             raise ValueError("bound goes with uncertainty='introspective'; the Gaussian head has its own limits")
-
-
-def squash(u: Tensor, bound: float) -> Tensor:
-    """u·b·tanh(‖u‖/b)/‖u‖: the length pressed below ``bound``, the direction and zero kept."""
-    scale = u.detach().abs().amax(dim=1, keepdim=True).clamp_min(1.0)  # squares must not overflow
-    small = u / scale
-    length: Tensor = torch.linalg.vector_norm(small, dim=1, keepdim=True).clamp_min(1e-12)
-    return small * (bound * (length * (scale / bound)).tanh() / length)
-
-
-class UncertaintyHead(nn.Module):
-    """The linear map u = c·W·features + b (raw, never normalised), or the one to σ.
-
-    It starts small whatever the scale of the trunk's features: the first batch it sees fixes c so that the mean of
-    ‖u‖ is 0.05. Training then begins at the plain metric. (For σ: log σ² begins at −12.) The smallness lies in c and
-    not in W, because an optimiser like Adam moves every weight by the learning rate whatever its size: small weights
-    on large features would send ‖u‖ to 60 within ten steps.
-    """
-
-    started: Tensor
-    scale: Tensor
-
-    def __init__(self, width: int, config: ModelConfig) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, config.embedding_dim)
-        nn.init.constant_(self.linear.bias, LOG_VARIANCE_START if config.uncertainty == "gaussian" else 0.0)
-        self.register_buffer("started", torch.tensor(False))
-        self.register_buffer("scale", torch.tensor(1.0))
-        self._known_started = False  # the same for Python, so that a GPU is not asked at every step
-        self.gaussian, self.bound, self.detach = config.uncertainty == "gaussian", config.bound, config.detach
-
-    def forward(self, features: Tensor) -> Tensor:
-        """u or σ for each row of features [n, dim]."""
-        if self.detach:
-            features = features.detach()
-        if not self._known_started:
-            if not bool(self.started):
-                self._start(features)
-            self._known_started = bool(self.started)
-        out = full_precision(nn.functional.linear(features, self.linear.weight)) * self.scale + self.linear.bias
-        if self.gaussian:
-            return standard_deviation(out)
-        return out if self.bound is None else squash(out, self.bound)
-
-    @torch.no_grad()
-    def _start(self, features: Tensor) -> None:
-        raw = full_precision(nn.functional.linear(features, self.linear.weight.to(features.dtype)))
-        level = torch.linalg.vector_norm(raw, dim=1).mean()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(level)  # every process sees its share of the batch
-            level = level / torch.distributed.get_world_size()
-        if bool(torch.isfinite(level)) and float(level) > 0:
-            wanted = START_LEVEL * (raw.shape[1] ** 0.5 if self.gaussian else 1.0)
-            self.scale.copy_(wanted / level)
-            self.started.fill_(True)
 
 
 class Model(nn.Module):
@@ -142,6 +94,15 @@ class Model(nn.Module):
         """The embeddings of given features [n, width]."""
         return Embeddings(full_precision(self.semantic(features)), self.uncertainty(features))
 
+    @cached_property
+    def stages(self) -> Stages:
+        """The trunk in two, where its last stage is known."""
+        return Stages(self.trunk)
+
+    def last_stage(self, activations: Tensor) -> Embeddings:
+        """The embeddings of what the trunk's last stage sees [n, c, h, w]."""
+        return self.heads(self.stages.features(activations))
+
     def embed(self, images: "Tensor | str | Path | Sequence[str | Path]", *, batch_size: int = 64) -> Embeddings:
         """The embeddings of images (a tensor) or of image files (paths), on the CPU, as the test protocol sees them.
 
@@ -160,6 +121,10 @@ class Model(nn.Module):
     def embed_features(self, features: Tensor, *, batch_size: int = 4096) -> Embeddings:
         """The embeddings of features [n, width] that the trunk made before, on the CPU."""
         return self._embedded(self.heads, features.split(batch_size))
+
+    def embed_activations(self, batches: Iterable[Tensor]) -> Embeddings:
+        """The embeddings of batches of what the trunk's last stage sees, on the CPU."""
+        return self._embedded(self.last_stage, batches)
 
     @torch.no_grad()
     def _embedded(self, function: Callable[[Tensor], Embeddings], batches: Iterable[Tensor]) -> Embeddings:

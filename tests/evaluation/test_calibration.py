@@ -264,7 +264,8 @@ def test_never_below_the_best_single_score(labelled, grouped):
     figures = {figure.name: figure.r_auroc for figure in found.table}
     singles = evidence.scores if labelled else {"level", "nearest", "kth", "spread", "gap", "pair"}
     assert set(figures) == {*singles, "mix", "mix without u"}
-    assert figures[found.right.name] == max(figures.values())
+    taken = [name for name, value in figures.items() if value >= max(figures.values()) - 0.01]
+    assert found.right.name == ("mean of " + ", ".join(taken) if len(taken) > 1 else taken[0])
     fresh, right, _, _, _ = population(20_000, 0.25, seed=3)
     of_model = auroc(-found.probability(fresh), ~right)
     best = max(auroc(fresh.scores[name], ~right) for name in singles)
@@ -272,6 +273,28 @@ def test_never_below_the_best_single_score(labelled, grouped):
     print(f"labelled {labelled}: P {of_model:.4f}, best single {best:.4f}, ECE {found.ece:.4f}")
     assert found.ece < 0.05
     assert expected_calibration_error(reliability(found.probability(fresh), right)) < 0.03
+
+
+def test_candidates_that_are_about_as_good_are_averaged():
+    """The doubt is their mean, stretched; none of it comes from those that are clearly worse."""
+    g = torch.Generator().manual_seed(0)
+    truth = torch.randn(3000, generator=g)
+    twins = [truth + 0.8 * torch.randn(3000, generator=g) for _ in range(2)]
+    noise = torch.randn(3, 3000, generator=g)
+    correct = truth + torch.randn(3000, generator=g) < 0
+    evidence = Evidence(level=noise[0], nearest=twins[0], kth=noise[1], spread=twins[1], gap=noise[2])
+    found = RightModel.fit(evidence, correct, labelled=False)
+    assert found.name == "mean of mix, mix without u"  # both twins together are clearly better than one
+    columns = [evidence.scores[name].double() for name in ("level", "nearest", "kth", "spread", "gap")]
+    z = torch.stack([(x - x.mean()) / x.std(correction=0) for x in columns], dim=1)
+    wrong = (~correct).double()
+    (all_, b), (some, c) = logistic(z, wrong, 1e-4), logistic(z[:, 1:], wrong, 1e-4)
+    mean = (b + z @ all_ + c + z[:, 1:] @ some) / 2
+    assert float(torch.corrcoef(torch.stack([found.doubt(evidence), mean]))[0, 1]) > 0.99999  # but for the penalty
+    one = replace(evidence, spread=noise[2])
+    alone = RightModel.fit(one, correct, labelled=False)
+    assert alone.name == "mean of nearest, mix, mix without u"
+    assert auroc(-alone.probability(one), ~correct) == pytest.approx(auroc(one.nearest, ~correct), abs=0.005)
 
 
 def test_a_score_alone_keeps_its_order():
@@ -327,7 +350,7 @@ def test_bad_evidence_is_counted_and_named():
         Calibration.fit(evidence[:0], correct[:0])
     evidence, correct, *_ = population(400, 0.5)
     found = Calibration.fit(evidence, correct)
-    assert found.right.name.startswith("mix")
+    assert {"margin", "disagreement"} <= {*found.right.features}
     with pytest.raises(ValueError, match="calibrated for '10 nearest, euclidean'"):
         found.probability(replace(evidence, searched="5 nearest, euclidean"))
     lacking = Evidence(*(evidence.scores[name] for name in ("level", "nearest", "kth", "spread", "gap")))

@@ -137,6 +137,21 @@ def test_a_vector_without_direction(tmp_path):
         assert found.distances[0].tolist() == [0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_threads_share_the_rows_of_few_queries(monkeypatch, threads):
+    """Also more threads than rows are worth, and rows that do not divide evenly."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(exact, "_SHARE", 20)
+    noise = np.random.default_rng(threads)
+    for queries, rows in [(1, 1), (1, 50), (2, 7), (3, 101)]:
+        q, g = (Side.of(lattice(noise, m, 8), lattice(noise, m, 0)) for m in (queries, rows))
+        found, distances = ExactSearch(q, g, None).top(5)
+        expected = keys(q, g, None)
+        order = np.argsort(expected.round(12), axis=1, kind="stable")[:, :5]
+        assert found.tolist() == order.tolist()
+        np.testing.assert_allclose(distances.numpy(), np.take_along_axis(expected, order, 1), rtol=1e-6)
+
+
 def test_memory_stays_bounded(monkeypatch):
     """No product is larger than the chunk, however many queries and items there are."""
     monkeypatch.setattr(exact, "_CHUNK", 4096)

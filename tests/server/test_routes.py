@@ -7,6 +7,7 @@ import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -14,6 +15,7 @@ from serving import LABELS, client_of, fill, picture, said, search
 
 import idml.search.map
 from idml.data.images import decode_image
+from idml.evaluation.guarantee import Counts
 from idml.search.answers import Wishes
 from idml.search.gallery import Gallery
 from idml.search.map import Point
@@ -67,12 +69,43 @@ def test_search_finds_the_image_itself(shared):
 
 
 @pytest.mark.parametrize(
-    "query", ["?k=0", "?k=101", "?k=x", "?k=1.5", "?max_error=0", "?max_error=1", "?max_error=nan"]
+    "query",
+    [
+        *("?k=0", "?k=101", "?k=x", "?k=1.5", "?max_error=0", "?max_error=1", "?max_error=nan"),
+        *("?max_missed=0", "?max_missed=1", "?max_missed="),
+    ],
 )
 def test_search_refuses_bad_parameters(shared, query):
     response = search(shared, picture(5), query)
     assert response.status_code == 422
-    assert said(response).split(":")[0] in ("k", "max_error")
+    assert said(response).split(":")[0] in ("k", "max_error", "max_missed")
+
+
+def test_wishes_reach_the_gallery_and_its_answer_the_client(client, gallery, monkeypatch):
+    asked, real = [], gallery.search
+
+    def search_sets(images, k, wishes):
+        asked.append((k, wishes))
+        return [replace(reply, answer=replace(reply.answer, results=2)) for reply in real(images, k, wishes)]
+
+    monkeypatch.setattr(gallery, "search", search_sets)
+    assert search(client, picture(5), "?k=7&max_error=0.2&max_missed=0.1").json()["set_size"] == 2
+    assert search(client, picture(5)).status_code == 200
+    assert asked == [(7, Wishes(max_error=0.2, max_missed=0.1)), (12, Wishes())]
+
+
+def test_promises_say_what_they_are_for(client, gallery, monkeypatch):
+    """The confidence, and how many of the queries may be unknown."""
+    counts = Counts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
+    monkeypatch.setattr(gallery, "promises", lambda: [counts.promise(error, 0.9) for error in (0.01, 0.05)])
+    status = replace(gallery.status(), calibrated=True, unknown_share=0.25)
+    monkeypatch.setattr(gallery, "status", lambda: status)
+    content = client.get("/api/gallery").json()
+    assert (content["calibrated"], content["unknown_share"]) == (True, 0.25)
+    reason = counts.promise(0.01, 0.9).reason
+    cannot = {"max_error": 0.01, "possible": False, "threshold": None, "coverage": 0.0, "reason": reason}
+    can = {"max_error": 0.05, "possible": True, "threshold": 0.9, "coverage": 0.6, "reason": ""}
+    assert content["promises"] == [{**promise, "confidence": 0.9} for promise in (cannot, can)]
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -397,8 +430,6 @@ def test_numbers_are_always_finite(client, gallery, monkeypatch):
     real = gallery.search
 
     def strange(images, k, wishes):
-        from dataclasses import replace
-
         found = real(images, k, wishes)
         bad = float("nan"), float("inf"), -float("inf")
         results = tuple(replace(r, distance=bad[0], probability=bad[1], level=bad[2]) for r in found[0].results)
@@ -417,8 +448,6 @@ def test_numbers_are_always_finite(client, gallery, monkeypatch):
 
 
 def test_names_that_are_no_utf8(client, gallery, monkeypatch):
-    from dataclasses import replace
-
     real = gallery.get
     monkeypatch.setattr(gallery, "get", lambda id: replace(real(id), path="d/caf\udce9.png", label="\udcff<script>"))
     content = client.get(f"/api/items/{identity(picture(0))}").json()

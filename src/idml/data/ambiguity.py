@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from idml.data.sampling import random_stream
 from idml.embeddings import full_precision
 from idml.labels import LabelSets
 
+if TYPE_CHECKING:
+    from idml.data.views import Degradations
+
 IN_PLACE = ("low_resolution", "blur", "occlusion")
 MIXTURES = ("mixup", "cutmix")
 KINDS = (*MIXTURES, *IN_PLACE)
@@ -24,12 +28,16 @@ KINDS = (*MIXTURES, *IN_PLACE)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images, their label sets, which of them are mixtures, and the share λ of the first parent in those."""
+    """Images, their label sets, which of them are mixtures, and the share λ of the first parent in those.
+
+    Images beyond the labels are ``degraded`` copies of the first ones, which no loss over pairs sees.
+    """
 
     images: Tensor
     labels: LabelSets
     mixed: Tensor
     lam: float | None = None
+    degraded: "Degradations | None" = None
 
 
 def apply_ambiguity(images: Tensor, labels: Tensor, kinds: Sequence[str], *, seed: int, epoch: int, step: int) -> Batch:

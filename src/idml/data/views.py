@@ -5,7 +5,7 @@ A view is a pure function of the image's number and the seed, so that every mode
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -82,6 +82,51 @@ _STRENGTHS: dict[Kind, tuple[float, ...]] = {
     "occlusion": (0.1, 0.25, 0.5),
 }
 GRADED = tuple(View(kind, strength) for kind, strengths in _STRENGTHS.items() for strength in strengths)
+
+
+_HARDEST = {"blur": 0.04, "low_resolution": 0.875, "mixed": 0.5}  # as strong as the strongest views
+
+
+@dataclass(frozen=True, eq=False)
+class Degradations:
+    """How each of n images is made harder: the number of its kind in `KINDS`, and the strength 0 … 1, uniform.
+
+    At strength 1 a blur has σ = 0.04 of the side, low resolution has lost 7/8 of the pixels each way, and half of a
+    mixture is its partner.
+    """
+
+    KINDS: ClassVar[tuple[str, ...]] = tuple(_HARDEST)
+    kind: Tensor
+    strength: Tensor
+    partner: Tensor
+
+    @classmethod
+    def draw(cls, n: int, generator: torch.Generator) -> "Degradations":
+        """Every kind equally often; partners run through a random cycle of the images."""
+        kind = torch.randperm(n, generator=generator) % len(cls.KINDS)
+        strength = torch.rand(n, generator=generator)
+        cycle = torch.randperm(n, generator=generator)
+        return cls(kind, strength, torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(-1)))
+
+    def of(self, images: Tensor) -> Tensor:
+        """The degraded copies of floats [n, c, h, w]."""
+        size, copies = images.shape[2], []
+        for image, number, t, other in zip(
+            images, self.kind.tolist(), self.strength.tolist(), self.partner, strict=True
+        ):
+            kind = self.KINDS[number]
+            strength = t * _HARDEST[kind]
+            if kind == "blur":
+                copies.append(blur(image[None], random_stream("view"), p=1.0, sigma=strength * size))
+            elif kind == "low_resolution":
+                copies.append(low_resolution(image[None], 1 - strength))
+            else:
+                copies.append((1 - strength) * image[None] + strength * images[other][None])
+        return torch.cat(copies)
+
+    def to(self, device: torch.device) -> "Degradations":
+        """The same on a device."""
+        return Degradations(self.kind.to(device), self.strength.to(device), self.partner.to(device))
 
 
 def other_class(labels: Tensor, seed: int) -> Tensor:

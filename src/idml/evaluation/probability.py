@@ -1,12 +1,12 @@
 """P(the first result is right) from the evidence of a search.
 
-    doubt  x = b + Σ w_j·(f_j − mean_j)/deviation_j          logistic regression on "wrong", or one score alone
+    doubt  x = b + Σ w_j·(f_j − mean_j)/deviation_j          logistic regression on "wrong"
     P        = c·σ(−x) + (1 − c)·g(x)                        g: isotonic regression of "right" on x
 
 w minimises the mean log loss + λ/2·‖w‖². The candidates are every single score, the mix of all, and the mix without u
-(‖u‖ and β). The one with the largest cross-validated R-AUROC is taken, so on the fitting queries none is better; P
-falls strictly with x, so the order of a score alone is kept. λ and c are chosen by cross-validated log loss. Folds are
-made of whole groups (classes), if they are given.
+(‖u‖ and β). The one with the largest cross-validated R-AUROC is taken; if others come within 0.01 of it, the mean of
+their x, for a choice among equals would go by chance. P falls strictly with x, so the order of a score alone is kept.
+λ and c are chosen by cross-validated log loss. Folds are made of whole groups (classes), if they are given.
 """
 
 import math
@@ -25,6 +25,7 @@ _PENALTIES = (1e-4, 1e-2, 1e-1)
 _BLENDS = (1.0, 0.5, 0.1)
 _FAR = 10.0  # deviations beyond which a score says no more
 _SLOPE = 1e-3  # the least for a score alone: its order is kept where the fit sees none
+_EQUAL = 0.01  # of R-AUROC: candidates that are no farther below the best one have a say, too
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class RightModel:
-    """P(right), see the head of this file. ``table`` has the figures of all candidates, ``name`` is the chosen one."""
+    """P(right), see the head of this file. ``table`` has the figures of all candidates, ``name`` the ones taken."""
 
     name: str
     features: tuple[str, ...]
@@ -78,7 +79,7 @@ class RightModel:
         >>> evidence = Evidence(level=noise, nearest=near, kth=1 + near, spread=noise, gap=-noise)
         >>> model = RightModel.fit(evidence, noise > near, labelled=False)
         >>> model.name, model.probability(evidence[[0, 199]]).round(decimals=1)
-        ('mix', tensor([1., 0.], dtype=torch.float64))
+        ('mean of mix, mix without u', tensor([1., 0.], dtype=torch.float64))
         """
         names = tuple(name for name in (*WITHOUT_LABELS, *WITH_LABELS) if name in evidence.scores)
         names = names if labelled else tuple(name for name in names if name in WITHOUT_LABELS)
@@ -97,18 +98,31 @@ class RightModel:
             tried = [(_log_loss(g := _out_of_fold(columns, wrong, folds, p), wrong), p, g) for p in _PENALTIES]
             _, penalty[mix], guesses[mix] = min(tried, key=lambda t: (t[0], t[1]))
         table = tuple(_figure(name, guess, correct, folds) for name, guess in guesses.items())
-        best = max(table, key=lambda f: -1.0 if f.r_auroc is None else f.r_auroc)
-        name = best.name if best.r_auroc is not None else "nearest"
-        used = mixes.get(name, (name,))
-        place = [names.index(n) for n in used]
-        weights, bias = logistic(z[:, place], wrong, penalty.get(name, _PENALTIES[0]))
-        if name not in mixes:
-            weights = weights.clamp_min(_SLOPE)
-        doubt = bias + z[:, place] @ weights
-        blend = _blend(doubt, wrong, folds) if best.r_auroc is not None else 1.0
+        taken = _taken(table)
+        weights, bias = torch.zeros(len(names), dtype=torch.float64), 0.0
+        for name in taken:
+            place = [names.index(n) for n in mixes.get(name, (name,))]
+            own, constant = logistic(z[:, place], wrong, penalty.get(name, _PENALTIES[0]))
+            weights[place] += (own if name in mixes else own.clamp_min(_SLOPE)) / len(taken)
+            bias += constant / len(taken)
+        place = weights.nonzero().flatten().tolist()
+        if len(taken) > 1:  # a mean is less sure than those it is made of
+            slope, constant = logistic((bias + z @ weights).unsqueeze(1), wrong, _PENALTIES[0])
+            stretch = max(_SLOPE, float(slope))
+            weights, bias = stretch * weights, constant + stretch * bias
+        doubt = bias + z[:, place] @ weights[place]
+        blend = _blend(doubt, wrong, folds) if any(f.r_auroc is not None for f in table) else 1.0
         knots, shares = isotonic(doubt, correct) if blend < 1 else ((), ())
-        kept, spread, slopes = (tuple(t.tolist()) for t in (mean[place], deviation[place], weights))
-        return cls(name, used, kept, spread, slopes, bias, blend, knots, shares, table)
+        kept, spread, slopes = (tuple(t[place].tolist()) for t in (mean, deviation, weights))
+        used, title = tuple(names[i] for i in place), f"mean of {', '.join(taken)}" if len(taken) > 1 else taken[0]
+        return cls(title, used, kept, spread, slopes, bias, blend, knots, shares, table)
+
+
+def _taken(table: Sequence[Figure]) -> list[str]:
+    """The best candidate and those that are about as good; the nearest distance if nothing is known about any."""
+    known = {figure.name: figure.r_auroc for figure in table if figure.r_auroc is not None}
+    best = max(known.values(), default=0.0)
+    return [name for name, value in known.items() if value >= best - _EQUAL] or ["nearest"]
 
 
 def logistic(z: Tensor, wrong: Tensor, penalty: float) -> tuple[Tensor, float]:

@@ -31,12 +31,15 @@ def save_checkpoint(
     progress: Progress,
     config: TrainConfig,
     dataset: str,
+    introspection: nn.Module | None = None,
 ) -> None:
     """Everything that changes during training; the random numbers need no saving, they follow from the step."""
     from safetensors.torch import save
 
     tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
     tensors |= {f"loss.{k}": v for k, v in loss.state_dict().items()}
+    if introspection is not None:
+        tensors |= {f"introspection.{k}": v for k, v in introspection.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{number}.{k}": torch.as_tensor(v) for k, v in state.items()}
     note = {"progress": asdict(progress), "config": asdict(config), "dataset": dataset}
@@ -52,6 +55,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
     dataset: str,
+    introspection: nn.Module | None = None,
 ) -> Progress:
     """Put a checkpoint back; one of another configuration or data set is refused with the difference."""
     from safetensors import SafetensorError, safe_open
@@ -71,6 +75,8 @@ def load_checkpoint(
     try:
         model.load_state_dict(_below("model.", tensors))
         loss.load_state_dict(_below("loss.", tensors))
+        if introspection is not None:
+            introspection.load_state_dict(_below("introspection.", tensors))
     except RuntimeError:  # the same options, yet other tensors
         raise ValueError(f"{path} was written by another version of idml; begin the run anew") from None
     state = optimizer.state_dict()

@@ -7,13 +7,18 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from idml.training.presets import preset
+from idml.training.together import require_sense
 
-Method = Literal["idml", "ism", "mixup", "plain", "pel", "pel-mixup"]
+Method = Literal["idml", "ism", "mixup", "plain", "constant", "constant-mixup", "pel", "pel-mixup"]
 Ambiguity = Literal["mixup", "cutmix", "low_resolution", "blur", "occlusion"]
 Schedule = Literal["constant", "step", "cosine"]
 Rule = Literal["similar", "dissimilar", "release"]
 Labels = Literal["sets", "weighted"]
 Precision = Literal["float32", "bfloat16"]
+Beta = Literal["sum", "norms"]
+Train = Literal["all", "last", "heads"]
+Introspection = Literal["none", "ranking", "error", "graded"]
+_WITH_MIXUP = ("idml", "mixup", "constant-mixup", "pel-mixup")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class TrainConfig:
     loss: str = "multi_similarity"
     """Name of the loss."""
     method: Method = "idml"
-    """idml: metric and Mixup; ism: metric alone; mixup; plain; pel: probabilistic embeddings; pel-mixup."""
+    """idml: metric and Mixup; ism: metric alone; constant: metric with u = 0; plain; pel: Gaussians; or with -mixup."""
     ambiguity: tuple[Ambiguity, ...] = ()
     """Kinds of ambiguous images to train on, beside those of the method."""
     labels: Labels = "sets"
@@ -38,20 +43,32 @@ class TrainConfig:
     """Temperature of the metric."""
     gamma: float = 0.0
     """Introspective bias of the metric (the paper: 3 for Cars196, else 0)."""
+    beta: Beta = "sum"
+    """Uncertainty of a pair: sum is ‖u₁ + u₂‖, norms is ‖u₁‖ + ‖u₂‖."""
+    proxy_uncertainty: bool = False
+    """Give the proxies an uncertainty that is learned, instead of u = 0 (proxy losses)."""
     trunk: str = "tf_efficientnet_lite0"
     """Any timm model, or conv4 for small images."""
     pretrained: bool = True
     """Start from ImageNet weights (conv4 has none)."""
+    train: Train = "all"
+    """What learns: all, the heads, or last: the trunk's last stage and the heads, on activations that are kept."""
     freeze_trunk: bool = False
-    """Train the heads alone, in seconds, on features that are computed once and kept."""
+    """Train the heads alone, in seconds, on features that are computed once and kept: the same as train heads."""
     crops: int = 4
-    """With freeze_trunk: for how many epochs the images are cropped and mixed anew."""
+    """With freeze_trunk or train last: for how many epochs the images are cropped and mixed anew."""
     embedding_dim: int = 512
     """Size of s and of u."""
     bound: float | None = None
     """Squash the length of u below this."""
     detach: bool = False
     """Keep the gradient of u out of the trunk."""
+    u_hidden: int = 0
+    """Width of a hidden layer in the uncertainty head; 0: the head is linear."""
+    u_penalty: float = 0.0
+    """Times the mean of ‖u‖², added to the loss."""
+    introspection: Introspection = "none"
+    """What else teaches u: ranking (by its pair loss), error (a wrong nearest neighbour), graded (degraded copies)."""
     pca: bool = True
     """Start the semantic head at the principal components of the features (only with pretrained weights)."""
     image_size: int | None = None
@@ -68,6 +85,8 @@ class TrainConfig:
     """Learning rate of the trunk and the heads."""
     proxy_lr: float = 100.0
     """Learning rate of the proxies, in units of lr."""
+    u_lr: float = 1.0
+    """Learning rate of the uncertainty head, in units of lr."""
     weight_decay: float = 1e-4
     """Weight decay of AdamW."""
     schedule: Schedule = "step"
@@ -86,6 +105,8 @@ class TrainConfig:
     """What the network computes in; bfloat16 needs a GPU."""
     holdout: float = 0.1
     """Share of the training classes kept for choosing the best epoch."""
+    label_noise: float = 0.0
+    """Share of the training labels that are made wrong; the classes kept for choosing stay right."""
     split: str = "official"
     """Which classes train: official, all, or a share such as 0.8."""
     strict_data: bool = False
@@ -113,6 +134,9 @@ class TrainConfig:
             ("rule", Rule),
             ("labels", Labels),
             ("precision", Precision),
+            ("beta", Beta),
+            ("train", Train),
+            ("introspection", Introspection),
         )
         for name, kind in choices:
             _require_choice(name, getattr(self, name), get_args(kind))
@@ -120,31 +144,33 @@ class TrainConfig:
             _require_choice("ambiguity", value, get_args(Ambiguity))
         for name in ("epochs", "batch_size", "embedding_dim", "step_epochs", "checkpoint_every", "crops"):
             _require_number(name, getattr(self, name), at_least=1, whole=True)
-        for name in ("per_class", "micro_batch", "warmup_epochs", "workers", "seed"):
+        for name in ("per_class", "micro_batch", "u_hidden", "warmup_epochs", "workers", "seed"):
             _require_number(name, getattr(self, name), at_least=0, whole=True)
-        for name in ("tau", "lr", "proxy_lr", "clip", "step_factor"):
+        for name in ("tau", "lr", "proxy_lr", "u_lr", "clip", "step_factor"):
             _require_number(name, getattr(self, name), above=0)
-        for name in ("gamma", "weight_decay", "holdout"):
+        for name in ("gamma", "weight_decay", "holdout", "label_noise", "u_penalty"):
             _require_number(name, getattr(self, name), at_least=0)
-        for name, rate in (("lr", self.lr), ("lr · proxy_lr", self.lr * self.proxy_lr)):
-            if rate > 1e35:
-                raise ValueError(f"{name} must be at most 1e35, got {rate:g}")
-        if self.holdout >= 1:
-            raise ValueError(f"holdout must be below 1, got {self.holdout}")
-        if self.per_class and self.batch_size % self.per_class:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of per_class {self.per_class}")
-        if self.micro_batch and not (self.freeze_bn and self.starts_from_weights):
-            raise ValueError(
-                "micro_batch needs frozen batch normalisation (pretrained weights and freeze_bn): otherwise each part "
-                "would be normalised by itself and the result would differ from the whole batch"
-            )
-        if self.freeze_trunk and not self.starts_from_weights:
-            raise ValueError("freeze_trunk needs pretrained weights: a random trunk has nothing to keep")
+        require_sense(self)
 
     @property
     def introspective(self) -> bool:
         """Whether pairs are compared by the introspective metric."""
-        return self.method in ("idml", "ism")
+        return self.method in ("idml", "ism") or self.constant
+
+    @property
+    def constant(self) -> bool:
+        """Whether every image has u = 0, and gamma is the uncertainty of every pair."""
+        return self.method in ("constant", "constant-mixup")
+
+    @property
+    def learns_u(self) -> bool:
+        """Whether anything teaches u."""
+        return self.method in ("idml", "ism") or self.introspection != "none"
+
+    @property
+    def part(self) -> Train:
+        """What learns: `train`, with the older `freeze_trunk` as another name of heads."""
+        return "heads" if self.freeze_trunk else self.train
 
     @property
     def probabilistic(self) -> bool:
@@ -154,7 +180,7 @@ class TrainConfig:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of ambiguity of this run, the method's own included."""
-        own = ("mixup",) if self.method in ("idml", "mixup", "pel-mixup") and not self._mixes else ()
+        own = ("mixup",) if self.method in _WITH_MIXUP and not self._mixes else ()
         return (*self.ambiguity, *own)
 
     @property

@@ -1,40 +1,43 @@
-"""Laptop mode: the trunk stays as it is, so its features are computed once and kept; the heads train in seconds.
+"""Laptop mode: what does not learn is computed once and kept, and the rest trains in seconds (heads) or minutes (last).
 
 The batches of ``crops`` epochs are planned as they would be without freezing (the same images, crops, λ and partners)
 and the trunk sees them once: the pixels are mixed, and both parents of a mixture are in its batch. Epoch e then trains
-on the plan e mod ``crops``, its batches in an order of their own. The features of the originals and of the mixtures lie
-in two files, so that methods with and without mixtures share the first.
+on the plan e mod ``crops``, its batches in an order of their own. The rows of the originals, of the mixtures and of
+degraded copies lie in files of their own, so that methods share what they have in common.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from idml.data.ambiguity import IN_PLACE, MIXTURES, Batch, apply_ambiguity
 from idml.data.sampling import random_stream
-from idml.features import VERSION, Progress, features_key, features_of
+from idml.features import VERSION, Kept, Progress
 from idml.files import cache_folder, cached_array
 from idml.model import Model
 from idml.training.stream import Stream
 
 
 class FrozenStream:
-    """Batches of features instead of images: ``Batch.images`` is [n, width]."""
+    """Batches of features [n, width] instead of images, or of what the last stage sees [n, c, h, w]."""
 
     def __init__(self, stream: Stream, model: Model, progress: Progress) -> None:
         self.stream, self.crops = stream, stream.config.crops
         self.plans = [stream.plan(epoch) for epoch in range(self.crops)]
         self.steps = len(self.plans[0])
         config = stream.config
+        self.kept = Kept(model, last=config.part == "last")
         in_place = [kind for kind in config.kinds if kind in IN_PLACE]
         mixtures = [kind for kind in config.kinds if kind in MIXTURES]
         key = (config.seed, config.batch_size, config.per_class, self.crops, stream.size, in_place)
-        self.originals = self._features(model, key, False, progress)
-        self.mixtures = self._features(model, (*key, mixtures), True, progress) if mixtures else None
+        self.parts = [self._rows("crops", key, progress)]
+        if mixtures:
+            self.parts.append(self._rows("mixtures", (*key, mixtures), progress))
+        if config.introspection == "graded":
+            self.parts.append(self._rows("degraded", key, progress))
 
     def plan(self, epoch: int) -> list[Tensor]:
         """The numbers of the images of each batch of an epoch."""
@@ -45,41 +48,45 @@ class FrozenStream:
         planned = epoch % self.crops
         for i in self._order(epoch)[skip:]:
             numbers, row = self.plans[planned][i], planned * self.steps + i
-            features = [torch.from_numpy(self.originals[row].copy())]
-            if self.mixtures is not None:
-                features.append(torch.from_numpy(self.mixtures[row].copy()))
-            yield numbers, self._labelled(torch.cat(features).to(self.stream.device), numbers, planned, row)
+            rows = [torch.from_numpy(part[row].copy()) for part in self.parts]
+            yield numbers, self._labelled(torch.cat(rows).to(self.stream.device), numbers, planned, row)
 
+    @torch.no_grad()
     def features(self, model: Model) -> Tensor:
-        """The features of one crop of every image."""
-        return torch.from_numpy(self.originals[: self.steps].copy()).flatten(0, 1)
+        """The trunk's features of one crop of every image."""
+        if not self.kept.last:
+            return torch.from_numpy(self.parts[0][: self.steps].copy()).flatten(0, 1)
+        model.trunk.eval()
+        rows = (torch.from_numpy(self.parts[0][i].copy()).to(self.stream.device) for i in range(self.steps))
+        return torch.cat([model.stages.features(batch) for batch in rows])
 
     def _order(self, epoch: int) -> list[int]:
         generator = random_stream("order of frozen batches", self.stream.config.seed, epoch)
         order: list[int] = torch.randperm(self.steps, generator=generator).tolist()
         return order
 
-    def _labelled(self, features: Tensor, numbers: Tensor, planned: int, row: int) -> Batch:
+    def _labelled(self, rows: Tensor, numbers: Tensor, planned: int, row: int) -> Batch:
         """λ and the label sets follow from the same draws as the pixels did, whatever the pixels are."""
         config = self.stream.config
-        labels = self.stream.pixels.images.labels[numbers].to(features.device)
+        labels = self.stream.pixels.images.labels[numbers].to(rows.device)
         kinds = [kind for kind in config.kinds if kind in MIXTURES]
-        dots = torch.zeros(len(numbers), 1, 1, 1, device=features.device)
+        dots = torch.zeros(len(numbers), 1, 1, 1, device=rows.device)
         drawn = apply_ambiguity(dots, labels, kinds, seed=config.seed, epoch=planned, step=row)
-        return Batch(features, drawn.labels, drawn.mixed, drawn.lam)
+        degraded = self.stream.degradations(len(numbers), planned, row)
+        return Batch(rows, drawn.labels, drawn.mixed, drawn.lam, degraded)
 
-    def _features(self, model: Model, key: tuple[Any, ...], mixed: bool, progress: Progress) -> NDArray[np.float32]:
-        name = features_key(model, self.stream.pixels, *key)
-        rows = self.crops * self.steps
+    def _rows(self, name: str, key: tuple[Any, ...], progress: Progress) -> NDArray[Any]:
+        count, size = self.crops * self.steps, self.stream.config.batch_size
 
-        def fill(array: NDArray[np.float32]) -> None:
-            for row in range(rows):
+        def fill(array: NDArray[Any]) -> None:
+            for row in range(count):
                 planned, i = divmod(row, self.steps)
                 numbers = self.plans[planned][i]
                 batch = self.stream.prepare(numbers, self.stream.pixels.batch(numbers), planned, row)
-                array[row] = features_of(model, batch.images[batch.mixed == mixed])
-                progress((row + 1) * len(numbers), rows * len(numbers))
+                rows = {"crops": slice(size), "mixtures": slice(size, 2 * size), "degraded": slice(-size, None)}[name]
+                array[row] = self.kept.of(batch.images[rows])
+                progress((row + 1) * len(numbers), count * len(numbers))
 
-        shape = (rows, self.stream.config.batch_size, model.trunk.width)
-        kind = "mixtures" if mixed else "crops"
-        return cached_array(cache_folder() / f"{kind}-{name}-v{VERSION}.npy", shape, np.float32, fill)
+        shape = (count, size, *self.kept.shape)
+        path = cache_folder() / f"{self.kept.name}{name}-{self.kept.key(self.stream.pixels, *key)}-v{VERSION}.npy"
+        return cached_array(path, shape, self.kept.dtype, fill)

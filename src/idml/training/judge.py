@@ -9,17 +9,19 @@ from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
 from idml.features import embed_view
 from idml.model import Model
+from idml.training.config import Train
 
 
 class Judge:
-    """Embeds sets of images as a test sees them and takes their figures; a frozen trunk sees each set once."""
+    """Embeds sets of images as a test sees them and takes their figures; what does not learn sees each set once."""
 
-    def __init__(self, frozen: bool, progress: Callable[[int, int], None]) -> None:
-        self.frozen, self.progress = frozen, progress
+    def __init__(self, part: Train, progress: Callable[[int, int], None]) -> None:
+        self.part, self.progress = part, progress
 
     def embeddings(self, model: Model, pixels: Pixels) -> Embeddings:
         """The embeddings of the usable images."""
-        return embed_view(model, pixels, keep=self.frozen, progress=self.progress)
+        keep, last = self.part != "all", self.part == "last"
+        return embed_view(model, pixels, keep=keep, last=last, progress=self.progress)
 
     def has_pairs(self, pixels: Pixels, gallery: Pixels | None = None) -> bool:
         """Whether any image has another of its class to find."""

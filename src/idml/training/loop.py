@@ -22,14 +22,14 @@ from idml.data.pixels import Pixels, load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import ImageSet
 from idml.files import write_whole
-from idml.losses import MetricLoss, build_loss
-from idml.metric import IntrospectiveMetric
-from idml.model import Model, build_model, load_model, save_model
-from idml.probabilistic import ProbabilisticLoss
+from idml.model import load_model, save_model
+from idml.training.build import build
 from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint
 from idml.training.config import TrainConfig
 from idml.training.frozen import FrozenStream
+from idml.training.introspection import Introspection
 from idml.training.judge import Judge
+from idml.training.noise import with_label_noise
 from idml.training.optimiser import build_optimiser, set_learning_rate, set_modes
 from idml.training.processes import Processes
 from idml.training.report import write_report
@@ -83,7 +83,7 @@ def train(
             note(line)
         seen, held_out = hold_out(dataset.train, config.holdout)
         torch.manual_seed(config.seed)
-        model, loss = _build(config, len(seen.classes))
+        model, loss = build(config, len(seen.classes))
         model.to(device)
         loss.to(device)
         side = round(model.trunk.image_size * 256 / 224)
@@ -96,7 +96,7 @@ def train(
                 note(f"{images.name}: {len(pixels.broken)} of {len(images)} images left out")
             return pixels
 
-        judge = Judge(config.freeze_trunk, counted("seen by the trunk"))
+        judge = Judge(config.part, counted("seen by the trunk"))
         test = pixels_of(dataset.test)  # now: a data set that cannot be tested on should not be trained on for hours
         gallery = None if dataset.gallery is None else pixels_of(dataset.gallery)
         judge.require_pairs(test, gallery)
@@ -104,15 +104,19 @@ def train(
         if validation is not None and not judge.has_pairs(validation):
             note(f"the {len(validation.images)} held-out images are alone in their classes: the last epoch is taken")
             validation = None
-        images = Stream(pixels_of(seen), config, model.trunk.image_size, device)
-        stream = FrozenStream(images, model, counted("seen by the trunk")) if config.freeze_trunk else images
+        learned = dataclasses.replace(pixels_of(seen), images=with_label_noise(seen, config))
+        images = Stream(learned, config, model.trunk.image_size, device)
+        stream = images if config.part == "all" else FrozenStream(images, model, counted("seen by the trunk"))
 
         # where it starts: at the pretrained weights, or at the last checkpoint
         optimizer = build_optimiser(model, loss, config)
         fingerprint = dataset.train.fingerprint
+        introspection = None
+        if config.introspection != "none":
+            introspection = Introspection(config, learned.images.labels).to(device)
         progress = Progress()
         if resume and last.exists():
-            progress = load_checkpoint(last, model, loss, optimizer, config, fingerprint)
+            progress = load_checkpoint(last, model, loss, optimizer, config, fingerprint, introspection)
         elif config.pca and config.starts_from_weights:
             start_at_principal_components(model, stream.features(model))
         processes.start_alike(model, loss)
@@ -125,7 +129,7 @@ def train(
 
         def checkpoint() -> None:
             if processes.first:
-                save_checkpoint(last, model, loss, optimizer, progress, config, fingerprint)
+                save_checkpoint(last, model, loss, optimizer, progress, config, fingerprint, introspection)
 
         @contextlib.contextmanager
         def naming(step: int, numbers: Tensor) -> Iterator[None]:
@@ -144,6 +148,11 @@ def train(
                 step += steps
                 continue
             skipped = max(0, progress.step - step)
+            if introspection is not None:
+                introspection.epoch = epoch
+                if introspection.signal == "error" and not skipped:  # else the checkpoint knows
+                    introspection.look(judge.embeddings(model, learned), learned)
+                    processes.start_alike(introspection)
             set_modes(model, config, epoch)
             rows: list[dict[str, Any]] = []
             started = time.perf_counter()
@@ -153,7 +162,7 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 seed = random_stream("step", config.seed, epoch, now).initial_seed()
                 with naming(now, numbers):
-                    value, embeddings = learn(batch, model, loss, config, processes, seed)
+                    value, embeddings = learn(batch, model, loss, config, processes, seed, introspection, numbers)
                 nn.utils.clip_grad_value_([*model.parameters(), *loss.parameters()], config.clip)
                 optimizer.step()
                 progress = dataclasses.replace(progress, step=now + 1)
@@ -215,21 +224,6 @@ def train(
         write_report(run, config, metrics, test, embeddings.level)
         write_whole(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
         return metrics
-
-
-def _build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | ProbabilisticLoss]:
-    metric = IntrospectiveMetric(config.tau, config.gamma, config.rule if config.introspective else "off")
-    loss = build_loss(config.loss, metric=metric, num_classes=classes, embedding_dim=config.embedding_dim)
-    model = build_model(
-        config.trunk,
-        pretrained=config.pretrained,
-        embedding_dim=config.embedding_dim,
-        uncertainty="gaussian" if config.probabilistic else "introspective",
-        bound=config.bound,
-        detach=config.detach,
-        image_size=config.image_size,
-    )
-    return model, ProbabilisticLoss(loss) if config.probabilistic else loss
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """One step: a batch's embeddings, its loss, and the gradients, whole, in parts or in several processes."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -8,6 +10,7 @@ from idml.embeddings import Embeddings
 from idml.labels import LabelSets
 from idml.model import Model
 from idml.training.config import TrainConfig
+from idml.training.introspection import Introspection
 from idml.training.processes import Processes
 
 
@@ -18,22 +21,26 @@ def learn(
     config: TrainConfig,
     processes: Processes,
     seed: int,
+    introspection: Introspection | None = None,
+    numbers: Tensor | None = None,
 ) -> tuple[float, Embeddings]:
     """The loss of a batch and its embeddings; the gradients are left in the parameters.
 
     This process embeds its share of the batch, in parts of ``micro_batch`` images if asked for. Those are embedded
     twice: without history for the loss, which sees all of them, then part by part with the gradient that the loss
     gave each embedding (Gao et al., 2021). So the gradients are those of the whole batch.
+
+    ``introspection`` adds its term; ``numbers`` are those of the batch's originals, for what it knows of each image.
     """
-    embed = model.heads if config.freeze_trunk else model
+    ways: dict[str, Callable[[Tensor], Embeddings]] = {"all": model, "last": model.last_stage, "heads": model.heads}
+    embed = ways[config.part]
     share = processes.share(batch.images)
     parts = share.split(config.micro_batch or len(share))
 
     def embedded(part: int) -> Embeddings:
         torch.manual_seed(seed + part)  # for whatever the trunk itself draws
         with torch.autocast(share.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            out: Embeddings = embed(parts[part])
-        return out
+            return embed(parts[part])
 
     if len(parts) == 1:
         own = embedded(0)
@@ -42,7 +49,12 @@ def learn(
             own = Embeddings.cat([embedded(part) for part in range(len(parts))])
         own = Embeddings(own.semantic.requires_grad_(), own.uncertainty.requires_grad_())
     whole = processes.gather(own)
-    value = _loss_of(loss, whole, batch, config.labels, seed)
+    seen = whole if batch.degraded is None else whole[: len(batch.labels)]
+    value = _loss_of(loss, seen, batch, config, seed, None if introspection is None else introspection.enters(batch))
+    if config.u_penalty:
+        value = value + config.u_penalty * seen.uncertainty.square().sum(dim=1).mean()
+    if introspection is not None and numbers is not None:
+        value = value + introspection.term(whole, batch, numbers)
     if not bool(torch.isfinite(value)):
         raise ValueError(f"the loss is {float(value)}")
     value.backward()
@@ -53,7 +65,7 @@ def learn(
     if not all(bool(torch.isfinite(p.grad).all()) for m in (model, loss) for p in m.parameters() if p.grad is not None):
         raise ValueError("the gradients hold NaN or infinity")
     processes.average_statistics(model)
-    return float(value.detach()), whole.detach()
+    return float(value.detach()), seen.detach()
 
 
 def require_finite(*modules: nn.Module) -> None:
@@ -69,12 +81,21 @@ def _pull(part: Embeddings, whole: Embeddings, start: int) -> None:
     torch.autograd.backward([x for x, _ in pulled], [g for _, g in pulled])
 
 
-def _loss_of(loss: nn.Module, embeddings: Embeddings, batch: Batch, labels: str, seed: int) -> Tensor:
+def _loss_of(
+    loss: nn.Module, embeddings: Embeddings, batch: Batch, config: TrainConfig, seed: int, enters: Tensor | None
+) -> Tensor:
     """The loss with label sets, or with each parent's label, weighted: λ·L(l₁) + (1 − λ)·L(l₂)."""
-    if labels == "sets" or batch.lam is None:
-        value: Tensor = loss(embeddings, batch.labels, seed=seed)
+    labels = batch.labels
+    if enters is not None:
+        if not bool(enters.any()):
+            return embeddings.semantic.sum() * 0.0
+        embeddings, labels = embeddings[enters], labels[enters]
+    if config.constant:
+        embeddings = Embeddings.certain(embeddings.semantic)
+    if config.labels == "sets" or batch.lam is None:
+        value: Tensor = loss(embeddings, labels, seed=seed)
         return value
-    first, second = batch.labels.ids[:, 0], batch.labels.ids[:, -1]
+    first, second = labels.ids[:, 0], labels.ids[:, -1]
     second = torch.where(second < 0, first, second)
     weighted: Tensor = batch.lam * loss(embeddings, LabelSets(first), seed=seed) + (1 - batch.lam) * loss(
         embeddings, LabelSets(second), seed=seed

@@ -1,6 +1,7 @@
 """The batches of a run: which images, their crops, their ambiguity. A pure function of (seed, epoch, step)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from idml.data.ambiguity import Batch, apply_ambiguity, centre_crop, crop_and_flip
 from idml.data.pixels import Pixels
 from idml.data.sampling import class_batches, random_batches, random_stream
+from idml.data.views import Degradations
 from idml.model import Model
 from idml.training.config import TrainConfig
 
@@ -41,7 +43,17 @@ class Stream:
         seed = self.config.seed
         crops = crop_and_flip(images.to(self.device), self.size, random_stream("crop", seed, epoch, step))
         labels = self.pixels.images.labels[numbers].to(self.device)
-        return apply_ambiguity(crops, labels, self.config.kinds, seed=seed, epoch=epoch, step=step)
+        batch = apply_ambiguity(crops, labels, self.config.kinds, seed=seed, epoch=epoch, step=step)
+        degraded = self.degradations(len(numbers), epoch, step)
+        if degraded is None:
+            return batch
+        return replace(batch, images=torch.cat([batch.images, degraded.of(crops)]), degraded=degraded)
+
+    def degradations(self, n: int, epoch: int, step: int) -> Degradations | None:
+        """How copies of the images of a step are degraded, if the run learns from such copies."""
+        if self.config.introspection != "graded":
+            return None
+        return Degradations.draw(n, random_stream("degradations", self.config.seed, epoch, step)).to(self.device)
 
     @torch.no_grad()
     def features(self, model: Model, most: int = 4096) -> Tensor:

@@ -26,14 +26,14 @@ def uncertainty_figures(embeddings: Embeddings, mixed: Tensor, config: TrainConf
         row["level_mixed"] = float(embeddings[mixed].level.mean())
     row["level_spread"] = float(clean.level.std() / clean.level.mean().clamp_min(1e-12)) if len(clean) > 1 else 0.0
     if config.introspective and len(clean) > 1:
-        weights = IntrospectiveMetric(config.tau, config.gamma).weights(clean)
+        weights = IntrospectiveMetric(config.tau, config.gamma, beta=config.beta).weights(clean)
         row["weight"] = float((weights.sum() - weights.diagonal().sum()) / (len(clean) * (len(clean) - 1)))
     return row
 
 
 def uncertainty_warnings(rows: list[dict[str, Any]], config: TrainConfig) -> list[str]:
     """The two ways in which an uncertainty says nothing."""
-    if not (config.introspective and rows):
+    if not (config.introspective and rows) or config.constant:
         return []
     tail = rows[-max(1, len(rows) // 4) :]
     level, spread, weight = (sum(r[key] for r in tail) / len(tail) for key in ("level_clean", "level_spread", "weight"))

@@ -16,6 +16,7 @@ The products are numpy's: they are float32 whatever torch is told about precisio
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +32,8 @@ _CHUNK = 1 << 22  # pairs bounded at a time: 16 MB, which stay near the processo
 _QUERIES = 256  # queries at a time: more would not make the product faster
 _LIST = 1 << 20  # pairs listed at a time
 _EXACT = 1 << 18  # numbers subtracted at a time: they stay in the cache
+_SHARE = 1 << 21  # numbers that are worth a thread: 8 MB
+_DOTS = getattr(np, "vecdot", np.matmul)  # numpy 1 has none
 _FLOOR = 1e-30  # covers products too small for float32
 LARGEST = 1e15  # squares of larger numbers leave float32
 
@@ -152,10 +155,8 @@ class ExactSearch:
     @staticmethod
     def _product(room: Rows, a: Rows, b: Rows) -> Tensor:
         out = room[: len(a) * len(b)].reshape(len(a), len(b))
-        if len(a) < 4:  # faster than a product of matrices; for one thread vecdot is the fastest
-            dots = getattr(np, "vecdot", np.matmul) if torch.get_num_threads() == 1 else np.matmul
-            for line, row in zip(out, a, strict=True):
-                dots(b, row, out=line)
+        if len(a) < 4:
+            _dots(a, b, out)
         else:
             np.matmul(a, b.T, out=out)
         return torch.from_numpy(out)
@@ -177,6 +178,25 @@ class ExactSearch:
         alpha, beta = square.sqrt(), squared(queries.u, items.u, i, j, +1).sqrt()
         key = alpha.log() - (beta + self.metric.gamma) / (self.metric.tau * alpha)
         return key.masked_fill_(alpha == 0, -math.inf)  # identical images: D = 0
+
+
+def _dots(a: Rows, b: Rows, out: Rows) -> None:
+    """a·bᵀ of few rows a: it takes as long as b takes to come from memory, so a product of matrices would be slower.
+
+    Parts of b are for threads of our own. Those of a BLAS wait busily when they are done, in the way of torch's.
+    """
+    threads = max(1, min(torch.get_num_threads(), b.size // _SHARE))
+
+    def part(n: int) -> None:
+        rows = slice(len(b) * n // threads, len(b) * (n + 1) // threads)
+        for line, row in zip(out, a, strict=True):
+            _DOTS(b[rows], row, out=line[rows])
+
+    if threads == 1:
+        part(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(part, range(threads)))
 
 
 def squared(a: Rows, b: Rows, i: Tensor, j: Tensor, sign: int) -> Tensor:

@@ -1,0 +1,114 @@
+"""Plots of tables: matplotlib figures that become small SVG drawings."""
+
+from typing import TYPE_CHECKING
+
+from idml.experiments.arms import LOSSES
+from idml.experiments.claims import Found
+from idml.experiments.compare import Estimate, estimate, gain
+from idml.experiments.protocol import Course
+from idml.experiments.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure whose SVG keeps its text as text."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "idml", "font.size": 9})
+    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_of(what: str, table: Table, found: Found) -> "Figure | None":
+    """The drawing that suits a table: a trend, levels, a sweep, or the gains; None where nothing is there to draw."""
+    if what == "trend":
+        return _trend(table, found)
+    if what == "levels":
+        return _levels(table, found)
+    if table.sweep is not None:
+        return _sweep(table, found)
+    return _gains(table, found)
+
+
+def _known(table: Table, found: Found) -> list[Course]:
+    return [found.courses[arm.key] for arm in table.arms if found.courses[arm.key].runs]
+
+
+def _gains(table: Table, found: Found) -> "Figure | None":
+    """The gain in R@1 of each arm over the better of raw features and plain, with its interval."""
+    shown: list[tuple[str, Estimate]] = []
+    for at in _known(table, found):
+        rival = found.rival(at.arm.key) if at.arm.name != at.arm.against else None
+        if rival is not None:
+            name = f"{LOSSES.get(at.arm.loss, at.arm.loss)}, {at.arm.name}"
+            shown.append((name, gain(at.runs, rival[1], tested=at.arm.tested)))
+    if not shown:
+        return None
+    figure = new_figure(7, 0.8 + 0.24 * len(shown))
+    axes = figure.subplots()
+    for place, (_, value) in enumerate(reversed(shown)):
+        colour = "tab:green" if value.low > 0 else "tab:red" if value.high < 0 else "tab:gray"
+        axes.plot([value.low, value.high], [place, place], color=colour)
+        axes.plot([value.mean], [place], "o", color=colour, markersize=4)
+    axes.axvline(0, color="black", linewidth=0.7)
+    axes.set_yticks(range(len(shown)), [name for name, _ in reversed(shown)])
+    axes.set(xlabel="gain in R@1, points, over the better of raw features and plain (95 % intervals)")
+    return figure
+
+
+def _sweep(table: Table, found: Found) -> "Figure | None":
+    """R@1 against what is varied; plain and the raw features as lines."""
+    assert table.sweep is not None
+    symbol, values = table.sweep
+    swept = table.arms[-len(values) :]
+    known = [(value, found.courses[arm.key]) for value, arm in zip(values, swept, strict=True)]
+    points = [(value, estimate(at.runs)) for value, at in known if at.runs]
+    if not points:
+        return None
+    figure = new_figure(5.5, 3.2)
+    axes = figure.subplots()
+    x = [value for value, _ in points]
+    axes.fill_between(x, [e.low for _, e in points], [e.high for _, e in points], alpha=0.2)
+    axes.plot(x, [e.mean for _, e in points], marker="o", label="idml")
+    own = [at for at in _known(table, found) if at.arm.name == "plain"]
+    if own:
+        axes.axhline(estimate(own[0].runs).mean, color="black", linestyle="--", linewidth=0.8, label="plain")
+    if found.raw is not None:
+        axes.axhline(estimate({0: found.raw}).mean, color="gray", linestyle=":", linewidth=0.8, label="raw features")
+    axes.set(xlabel=symbol, ylabel="R@1, %")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _trend(table: Table, found: Found) -> "Figure | None":
+    """‖u‖ of clean and mixed images by epoch, a line for each seed."""
+    runs = [run for at in _known(table, found) for run in at.runs.values() if "level_mixed" in run.get("trend", {})]
+    if not runs:
+        return None
+    figure = new_figure(5.5, 3.2)
+    axes = figure.subplots()
+    for number, run in enumerate(runs):
+        for kind, colour in (("clean", "tab:blue"), ("mixed", "tab:orange")):
+            axes.plot(run["trend"][f"level_{kind}"], color=colour, linewidth=1, label=None if number else kind)
+    axes.set(xlabel="epoch", ylabel="‖u‖, mean of the epoch")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _levels(table: Table, found: Found) -> "Figure | None":
+    """How ‖u‖ is distributed over clean and mixed test images: one panel for each arm that learned it, seed 0."""
+    shown = [at for at in _known(table, found) if 0 in at.runs and at.arm.name != "plain"]
+    if not shown:
+        return None
+    figure = new_figure(3 * len(shown), 2.8)
+    for at, axes in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0], strict=True):
+        for kind, quantiles in at.runs[0]["levels"].items():
+            axes.plot(quantiles, [100 * i / (len(quantiles) - 1) for i in range(len(quantiles))], label=kind)
+        axes.set(title=str(at.arm), xlabel="‖u‖", ylabel="images below, %")
+        axes.legend(frameon=False)
+    return figure

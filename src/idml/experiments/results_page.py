@@ -1,0 +1,185 @@
+"""docs/results.md and docs/results.html: every table and figure from stored cells, and what became of each claim.
+
+Nothing is trained and nothing is written by hand; what is missing is said to be missing.
+"""
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from idml.experiments import step
+from idml.experiments.arms import Arms
+from idml.experiments.claims import CANNOT_TELL, CONFIRMED, MISSING, NOT_CONFIRMED, Found, Verdict
+from idml.experiments.compare import ROUNDS
+from idml.experiments.drawing import plot_of
+from idml.experiments.regimes import Regime, known_regime
+from idml.experiments.reproduce import found_of
+from idml.experiments.shapes import (
+    GRADIENTS,
+    METRICS,
+    gradient_figure,
+    gradient_rows,
+    metric_figure,
+    metric_rows,
+    texts,
+)
+from idml.experiments.store import VERSION, Store
+from idml.experiments.summary import shown_columns
+from idml.experiments.tables import TABLES, Table
+from idml.files import write_whole
+from idml.html import drawing, page, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INTRO = (
+    "Made by `idml reproduce results` from the stored runs in results/cells-*, never by hand. The paper's figures are "
+    "of ResNet-50 at 224 pixels; ours, unless a heading says otherwise, of a much smaller network on smaller images: "
+    "differences between arms can be compared, levels cannot.",
+    "Every arm is trained at the same learning rates with seed 0; the one with the best MAP@R on held-out training "
+    "classes serves all seeds, and the epoch is chosen by the same score. A gain counts only over the better of the "
+    f"raw features and the plain arm. Intervals hold 95 % of {ROUNDS} rounds that draw classes and seeds together.",
+    "*weight* is the mean of e^(−x) over pairs at the end of training: above 0.98 the metric is plain in disguise. "
+    "*R-AUROC* is that of ‖u‖ for wrong nearest neighbours, *AUROC mixed* that for mixed against clean test images; "
+    "0.5 is chance, and arms that do not train u show what an untrained u gives.",
+    "A claim is *confirmed* if the interval of its gain in R@1 lies above 0 (and, for the metric, not in disguise). It "
+    "is *not confirmed* if the interval does not, and ends below half of the paper's gain (below half a point where "
+    "the paper gives none). Otherwise the table *cannot tell at this scale*.",
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with what was found for it."""
+
+    what: str
+    table: Table
+    found: Found
+    store: Store
+    seeds: int
+
+    @property
+    def name(self) -> str:
+        """Which table, on what, trained how."""
+        return f"{self.table.title} ({self.found.data}, {self.store.regime.name})"
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """All runs, once each."""
+        return [run for at in self.found.courses.values() for run in at.runs.values()]
+
+    def facts(self) -> str:
+        """The command, seeds, machine, dates and time."""
+        regime, data = self.store.regime.name, self.found.data
+        option = {"paper": " --scale paper", "last": " --regime last", "full": " --regime full"}.get(regime, "")
+        spec = "glyphs" if data == "glyphs" else f"{data}:PATH"
+        dates = sorted({run["date"] for run in self.runs})
+        span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        hours = sum(run["seconds"] for run in self.runs) / 3600
+        machines = "; ".join(sorted({run["machine"] for run in self.runs}))
+        return (
+            f"`idml reproduce {self.what} --data {spec}{option} --seeds {self.seeds}`; {len(self.runs)} runs of the "
+            f"chosen learning rates, {hours:.1f} hours, {span}, on {machines}."
+        )
+
+
+def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Write both pages into ``docs``; returns the verdicts."""
+    sections, missing = list[Section](), list[Section]()
+    for data, regime in stored_regimes(out):
+        store = Store(out, data, regime, note)
+        for what, build in TABLES.items():
+            made = build(Arms(data, regime))
+            section = Section(what, made, found_of(made, store, regime.seeds), store, regime.seeds)
+            run = sum(bool(at.runs) for at in section.found.courses.values())
+            (sections if 2 * run >= len(made.arms) else missing).append(section)  # rows are shared: a few say little
+    verdicts = [(s, claim.text, claim.judge(s.found)) for s in sections for claim in s.table.claims]
+    docs.mkdir(parents=True, exist_ok=True)
+    write_whole(docs / "results.md", _markdown(out, sections, missing, verdicts).encode())
+    write_whole(docs / "results.html", _html(out, sections, missing, verdicts))
+    counts = {word: sum(v.word == word for *_, v in verdicts) for word in _WORDS}
+    told = ", ".join(f"{count} {word}" for word, count in counts.items())
+    text = f"{len(sections)} tables, {len(verdicts)} claims: {told}; {docs / 'results.md'}, {docs / 'results.html'}"
+    return {"table": text, "verdicts": [[s.name, text, v.word, v.reason] for s, text, v in verdicts], "counts": counts}
+
+
+_WORDS = (CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING)
+_CLAIMS = ["claim", "on", "verdict", "why"]
+
+
+def stored_regimes(out: Path) -> list[tuple[str, Regime]]:
+    """The data sets and regimes that ``out`` holds cells of."""
+    names = [folder.name.split("-", 2)[1:] for folder in sorted(out.glob("cells-*-*")) if any(folder.glob("*.json"))]
+    return [(data, known_regime(name, data)) for data, name in names]
+
+
+def _claim_rows(verdicts: list[tuple[Section, str, Verdict]]) -> list[list[str]]:
+    """The claims, those of shared rows once."""
+    rows = [
+        [text, f"{s.found.data}, {s.store.regime.name}", verdict.word, verdict.reason] for s, text, verdict in verdicts
+    ]
+    return [list(row) for row in dict.fromkeys(map(tuple, rows))]
+
+
+def _missing_line(missing: list[Section]) -> str:
+    names = [f"{s.what} ({s.found.data}, {s.store.regime.name})" for s in missing]
+    return f"Not run yet, or less than half: {', '.join(names)}." if names else "Nothing is missing."
+
+
+def _drawn(out: Path) -> list[tuple[str, list[str], list[list[str]], "Figure", str]]:
+    """The figures that no cells are needed for: title, header, rows, drawing, a sentence."""
+    same = "The formulas and autograd agree." if _agree() else "The formulas and autograd DISAGREE."
+    kl = "The Gaussian KL grows when one image is uncertain; the introspective distance falls."
+    shapes = [
+        ("Gradient left by uncertainty", GRADIENTS, texts(gradient_rows()), gradient_figure(), same),
+        ("Three metrics as uncertainty grows", METRICS, texts(metric_rows()), metric_figure(), kl),
+    ]
+    for folder in sorted(out.glob("step-tsne-*")):
+        data = folder.name.removeprefix("step-tsne-")
+        if found := step.stored_step(out, data):
+            title = f"One gradient step around an ambiguous image ({data})"
+            shapes.append((title, [], [], step.step_figure(found), step.sentence(found)))
+    return shapes
+
+
+def _agree() -> bool:
+    return all(abs(row[1] - row[2]) + abs(row[3] - row[4]) < 1e-6 for row in gradient_rows())
+
+
+def _markdown(
+    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, str, Verdict]]
+) -> str:
+    parts = ["# Results", *_INTRO, "The same with plots: [results.html](results.html).", "## Claims"]
+    parts += [_md(_CLAIMS, _claim_rows(verdicts)), _missing_line(missing), f"Version {VERSION} of the protocol."]
+    for section in sections:
+        header, rows = shown_columns(section.table, section.found)
+        parts += [f"## {section.name}", section.facts(), _md(header, rows)]
+    for title, header, rows, _, text in _drawn(out):
+        parts += [f"## {title}", text, *([_md(header, rows)] if rows else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _html(
+    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, str, Verdict]]
+) -> bytes:
+    def paragraph(text: str) -> str:
+        return f"<p>{html.escape(text)}</p>"
+
+    parts = ["<h1>Results</h1>", *map(paragraph, _INTRO), "<h2>Claims</h2>", table(_CLAIMS, _claim_rows(verdicts))]
+    parts += [paragraph(_missing_line(missing)), paragraph(f"Version {VERSION} of the protocol.")]
+    for section in sections:
+        header, rows = shown_columns(section.table, section.found)
+        parts += [f"<h2>{html.escape(section.name)}</h2>", paragraph(section.facts())]
+        if (figure := plot_of(section.what, section.table, section.found)) is not None:
+            parts.append(drawing(figure, section.name))
+        parts.append(table(header, rows))
+    for title, header, rows, figure, text in _drawn(out):
+        parts += [f"<h2>{html.escape(title)}</h2>", paragraph(text), drawing(figure, title)]
+        parts += [table(header, rows)] if rows else []
+    return page("Results", *parts)
+
+
+def _md(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])

@@ -1,0 +1,34 @@
+"""The model and the loss that the options of a run describe."""
+
+from idml.losses import LOSSES, MetricLoss, ProxyLoss, build_loss
+from idml.metric import IntrospectiveMetric
+from idml.model import Model, build_model
+from idml.probabilistic import ProbabilisticLoss
+from idml.stages import Stages
+from idml.training.config import TrainConfig
+
+
+def build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | ProbabilisticLoss]:
+    """A new model and its loss over ``classes`` classes."""
+    options = {}
+    if config.proxy_uncertainty:
+        if not issubclass(LOSSES.get(config.loss, ProxyLoss), ProxyLoss):
+            raise ValueError(f"proxy_uncertainty is for losses with proxies: {config.loss} has none")
+        options = {"proxy_uncertainty": True}
+    metric = IntrospectiveMetric(config.tau, config.gamma, config.rule if config.introspective else "off", config.beta)
+    loss = build_loss(config.loss, metric=metric, num_classes=classes, embedding_dim=config.embedding_dim, **options)
+    model = build_model(
+        config.trunk,
+        pretrained=config.pretrained,
+        embedding_dim=config.embedding_dim,
+        uncertainty="gaussian" if config.probabilistic else "introspective",
+        bound=config.bound,
+        detach=config.detach,
+        u_hidden=config.u_hidden,
+        image_size=config.image_size,
+    )
+    if config.part == "last":
+        Stages(model.trunk)  # refuses a trunk whose last stage is not known
+    if config.constant:
+        model.uncertainty.silence()
+    return model, ProbabilisticLoss(loss) if config.probabilistic else loss

@@ -1,0 +1,175 @@
+"""`idml index`, `gallery` and `search` from the command line: JSON on the last line, mistakes in one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from idml import cli
+from idml.evaluation.calibration import Calibration
+from idml.evaluation.evidence import Profile
+from idml.evaluation.trial import Pool
+from idml.model import build_model, fingerprint, save_model
+from idml.search.embedder import open_embedder
+
+CLASSES, EACH = 12, 20
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A calibrated run and twelve classes of twenty noisy images, some of which are easily mistaken."""
+    folder = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(0)
+    save_model(build_model("conv4", embedding_dim=16, image_size=28), folder / "run")
+    noise, images = np.random.default_rng(0), []
+    for c in range(CLASSES):
+        (folder / "photos" / f"c{c:02d}").mkdir(parents=True)
+        pattern = np.kron(noise.integers(40, 216, (4, 4, 3)), np.ones((8, 8, 1)))
+        for n in range(EACH):
+            pixels = (pattern + noise.normal(0, 60, pattern.shape)).clip(0, 255).astype(np.uint8)
+            images.append(Image.fromarray(pixels))
+            images[-1].save(folder / "photos" / f"c{c:02d}" / f"{n}.png")
+    labels = torch.arange(CLASSES).repeat_interleave(EACH)
+    pool = Pool(open_embedder(folder / "run").embed(images), labels)
+    trial = pool.without(torch.tensor([0, 1]), listed=50)
+    for kind, name in ((True, "calibration.json"), (False, "calibration-unlabelled.json")):
+        Calibration.fit(
+            trial.evidence,
+            trial.correct,
+            labelled=kind,
+            known=trial.known,
+            places=trial.places,
+            listed=(trial.distances, trial.alike),
+            profile=Profile.of(pool.gallery),
+            model=fingerprint(folder / "run"),
+        ).save(folder / "run" / name)
+    return folder
+
+
+@pytest.fixture
+def run(place, tmp_path, monkeypatch, capsys):
+    """Runs a command in a folder of its own; its exit status, its standard output and the last line of the other."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "photos"):
+        Path(name).symlink_to(place / name)
+
+    def call(*arguments):
+        status = cli.main([*arguments])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return status, said.out, said.err.splitlines()[-1:]
+
+    return call
+
+
+def told(answer):
+    """What a command says to a program."""
+    status, out, _ = answer
+    assert status == 0
+    return json.loads(out.splitlines()[-1])
+
+
+def test_from_a_folder_to_answers(run):
+    made = told(run("index", "run", "photos", "--to", "g", "--json"))
+    assert made == {
+        "new": 240, "replaced": 0, "unchanged": 0, "removed": 0, "broken": 0, "items": 240, "gallery": "g",
+    }  # fmt: skip
+    assert "240 unchanged" in run("index", "run", "photos", "--to", "g")[1]
+    query = "photos/c05/3.png"
+    (reply,) = told(run("search", "g", query, "-k", "3", "--json"))["replies"]
+    assert (reply["image"], reply["calibrated"], reply["set_size"]) == (query, True, None)
+    assert reply["state"] in ("match", "unsure", "not in the collection")
+    assert len(reply["results"]) == 3
+    assert reply["results"][0]["path"] == query
+    assert reply["notes"] == []
+    _, out, _ = run("search", "g", query, "photos/c00/1.png", "-k", "2", "--max-error", "0.5")
+    assert out.startswith(f"{query}: ")
+    assert out.count("P(right)") == 2
+    assert out.count("\n  0.0000  c") == 2  # each finds itself
+
+
+def test_lists_that_hold_a_right_image(run):
+    """With --max-missed as many results as that takes; where it cannot be promised, the reason."""
+    told(run("index", "run", "photos", "--to", "g", "--json"))
+    queries = [f"photos/c{c:02d}/0.png" for c in range(CLASSES)]
+    replies = told(run("search", "g", *queries, "-k", "1", "--max-missed", "0.2", "--json"))["replies"]
+    sizes = [reply["set_size"] for reply in replies]
+    assert all(size >= 1 for size in sizes)
+    assert len({*sizes}) > 1
+    assert [len(reply["results"]) for reply in replies] == sizes
+    _, out, _ = run("search", "g", queries[0], "--max-missed", "0.2")
+    assert f"a right one is among the first {sizes[0]} (at most 20% of such lists miss)" in out
+    (reply,) = told(run("search", "g", queries[0], "--max-missed", "0.001", "--json"))["replies"]
+    assert reply["set_size"] is None
+    assert reply["notes"][-1].startswith("cannot promise at most 0.1 % result sets without a right image here: ")
+
+
+def test_looking_after_a_gallery(run):
+    told(run("index", "run", "photos", "--to", "g", "--json"))
+    items = told(run("gallery", "list", "g", "--json"))["items"]
+    assert len(items) == 240
+    assert items[0] == {"id": items[0]["id"], "path": "photos/c00/0.png", "label": "c00"}
+    assert f"{items[0]['id']}  c00  'photos/c00/0.png'" in run("gallery", "list", "g")[1]
+    ids = [item["id"] for item in items[:3]]
+    assert told(run("gallery", "label", "g", *ids, "--label", "new", "--json")) == {"changed": 3, "items": 240}
+    assert told(run("gallery", "label", "g", ids[0], "--json")) == {"changed": 1, "items": 240}
+    labels = {item["id"]: item["label"] for item in told(run("gallery", "list", "g", "--json"))["items"]}
+    assert [labels[id] for id in ids] == [None, "new", "new"]
+    assert told(run("gallery", "remove", "g", *ids, "unknown", "--json")) == {"changed": 3, "items": 237}
+    assert told(run("gallery", "verify", "g", "--json")) == {"problems": []}
+    assert told(run("gallery", "compact", "g", "--json"))["items"] == 237
+    vectors = next(Path("g").glob("generation-*/semantic.f32"))
+    content = bytearray(vectors.read_bytes())
+    content[5] ^= 1
+    vectors.write_bytes(content)
+    status, out, _ = run("gallery", "verify", "g", "--json")
+    assert status == 2
+    assert "semantic.f32" in json.loads(out)["problems"][0]
+    assert told(run("gallery", "compact", "g", "--salvage", "--json"))["items"] == 236
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("index nowhere photos --to new", "there is no model at nowhere"),
+        ("index run nowhere --to new", "there is no folder 'nowhere'"),
+        ("index run photos --to milvus://nowhere", "a gallery in Milvus is milvus://host:port/collection"),
+        ("index pretrained photos --to g", "made with another model"),
+        ("search g nowhere.png", "there is no image 'nowhere.png'"),
+        ("search nowhere photos/c00/0.png", "there is no gallery"),
+        ("search g photos/c00/0.png -k 0", "k must be a whole number above 0"),
+        ("search g photos/c00/0.png --max-error 0", "max_error must be between 0 and 1"),
+        ("search g photos/c00/0.png --max-missed 1", "max_missed must be between 0 and 1"),
+        ("search g run/model.safetensors", "it is none of JPEG"),
+        ("gallery remove g", "name the items to remove"),
+        ("gallery label g unknown --label x", "there is no item 'unknown'"),
+        ("gallery verify nowhere", "there is no gallery"),
+        ("serve nowhere", "there is no gallery"),
+        ("serve g --host 0.0.0.0", "IDML_API_KEY"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(run, command, words, monkeypatch):
+    for name in ("IDML_API_KEY", "IDML_READ_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    Path("few/c0").mkdir(parents=True)
+    Image.new("RGB", (30, 30), "red").save("few/c0/0.png")
+    told(run("index", "run", "few", "--to", "g", "--json"))
+    status, out, (line,) = run(*command.split())
+    assert (status, out) == (2, "")
+    assert line.startswith(f"idml {command.split()[0]}: ")
+    assert words in line
+
+
+def test_two_writers(run):
+    from idml.search.gallery import Gallery
+
+    told(run("index", "run", "photos", "--to", "g", "--json"))
+    with Gallery.open("g", write=True):
+        for command in ("index run photos --to g", "gallery remove g x", "gallery compact g"):
+            status, out, (line,) = run(*command.split())
+            assert (status, out) == (2, "")
+            assert "is being written to by another process" in line
+        assert len(told(run("gallery", "list", "g", "--json"))["items"]) == 240  # reading goes on
