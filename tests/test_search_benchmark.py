@@ -75,13 +75,14 @@ def test_the_embedded_engine_reports_from_its_own_processes(data, monkeypatch):
     assert search.verdict(SMALL.rows, "HNSW", {"embedded": figures}) == []
 
 
-@pytest.mark.skipif("IDML_KILLS" not in os.environ, reason="half a minute: set IDML_KILLS")
-@pytest.mark.skipif(bool(missing()), reason=missing() or "there is a server")
-def test_milvus_reports_too(data):
-    figures = search.measure("milvus", "small", str(data), 300)
-    assert set(figures) == {*SEARCHED, "ready s", "server MB", "peak MB", "disk MB"}
-    assert figures["recall"] > 0.9
-    assert figures["server MB"] <= figures["peak MB"]
+if "IDML_KILLS" in os.environ:  # half a minute: in make faults alone
+
+    @pytest.mark.skipif(bool(missing()), reason=missing() or "there is a server")
+    def test_milvus_reports_too(data):
+        figures = search.measure("milvus", "small", str(data), 300)
+        assert set(figures) == {*SEARCHED, "ready s", "server MB", "peak MB", "disk MB"}
+        assert figures["recall"] > 0.9
+        assert figures["server MB"] <= figures["peak MB"]
 
 
 def test_a_contender_that_takes_too_long_is_ended(data, tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_a_calibration_without_it_says_so_and_older_files_are_refused(tmp_path):
         plain.pair_probability(torch.rand(3))
     found.save(tmp_path / "c.json")
     whole = json.loads((tmp_path / "c.json").read_text())
-    assert whole["version"] == 2
+    assert whole["version"] == 3
     (tmp_path / "c.json").write_text(json.dumps({**whole, "version": 1}))
     with pytest.raises(ValueError, match=r"c\.json has version 1"):
         Calibration.load(tmp_path / "c.json")

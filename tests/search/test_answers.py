@@ -124,7 +124,8 @@ def test_galleries_without_labels(shop):
     answers = answer(plain, blind, Wishes(max_error=0.2))
     matched = torch.tensor([a.state is State.MATCH for a in answers])
     assert bool(matched.any())
-    assert float((places[matched] != 1).double().mean()) < 0.2
+    chance = 2 * (0.2 * 0.8 / int(matched.sum())) ** 0.5  # these are fresh queries: their own luck is in the figure
+    assert float((places[matched] != 1).double().mean()) < 0.2 + chance
     assert "two images tie" in {a.reason for a in answers}
     assert {a.reason for a in answers}.isdisjoint({"two classes tie"})
     with pytest.raises(ValueError, match=r"lacks|labels"):
