@@ -92,3 +92,11 @@ def test_help_does_not_import_torch():
     assert done.stdout.splitlines()[-1] == "False"
     assert "--freeze-bn" in done.stdout
     assert time.perf_counter() - started < 2
+
+
+def test_a_reader_that_has_seen_enough():
+    command = [sys.executable, "-m", "idml.cli", "reproduce", "table1", "--data", "cub:absent", "--dry-run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+        writer.stdout.close()  # before a line is there
+        assert writer.stderr.read() == ""
+        assert writer.wait() == 141

@@ -142,6 +142,30 @@ def test_the_sum_of_norms_is_never_smaller(seed):
     assert torch.equal(betas(e, certain, "norms"), betas(e, certain))  # with one u = 0 they are the same
 
 
+def test_relative_beta():
+    """β over its mean in the batch: values by explicit loops, gradients by finite differences."""
+    e, other = images(16, n=5), images(17, n=4)
+    pairs = [[float((u + v).norm()) for v in e.uncertainty] for u in e.uncertainty]
+    mean = sum(pairs[i][j] for i in range(5) for j in range(5) if i != j) / 20
+    torch.testing.assert_close(betas(e, None, "relative"), torch.tensor(pairs).double() / mean, rtol=1e-6, atol=1e-6)
+    across = torch.tensor([[float((u + v).norm()) for v in other.uncertainty] for u in e.uncertainty]).double()
+    torch.testing.assert_close(betas(e, other, "relative"), across / across.mean(), rtol=1e-6, atol=1e-6)
+    against_proxies = betas(e, Embeddings.certain(other.semantic), "relative")
+    torch.testing.assert_close(against_proxies.squeeze(1), e.level / e.level.mean())
+
+    for form in ("distances", "cosines"):
+        compare = getattr(IntrospectiveMetric(2.0, 0.3, beta="relative"), form)
+        assert torch.autograd.gradcheck(lambda s, u: compare(Embeddings(s, u)), (e.semantic, e.uncertainty))  # noqa: B023
+        longer = Embeddings(e.semantic, 7 * e.uncertainty)
+        torch.testing.assert_close(compare(longer), compare(e))  # growing every u alike changes nothing
+        compare(e).sum().backward()
+    radial = (e.uncertainty.grad * e.uncertainty).sum()
+    torch.testing.assert_close(radial, torch.zeros_like(radial), atol=1e-9, rtol=0.0)  # nor is it asked for
+    silent = Embeddings(e.semantic, torch.zeros_like(e.uncertainty))
+    plain = IntrospectiveMetric(rule="off").distances(e)
+    torch.testing.assert_close(IntrospectiveMetric(beta="relative").distances(silent), plain)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
 def test_sum_of_norms_of_huge_tiny_and_no_uncertainty(scale):
     base = images(15, level=1.0, dtype=torch.float32)

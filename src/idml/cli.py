@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,6 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
     keep_memory()
     try:
         status: int = options.handler(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         print(f"idml {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

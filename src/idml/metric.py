@@ -13,7 +13,8 @@ For two images, or an image and a proxy, with semantic embeddings s and uncertai
     off           D = α                         C' = C                         the baselines
     release       –                             C' as similar, see `_release`  the authors' released code
 
-With ``beta="norms"`` β = ‖u₁‖ + ‖u₂‖ instead, which no two vectors can cancel: for comparison.
+With ``beta="norms"`` β = ‖u₁‖ + ‖u₂‖ instead, which no two vectors can cancel: for comparison. With ``"relative"``
+β = ‖u₁ + u₂‖ / (its mean over the pairs of the batch): growing every u alike changes nothing. For training only.
 Everything comes from matrix products, ‖u₁ + u₂‖² = ‖u₁‖² + ‖u₂‖² + 2u₁·u₂: no [n, m, d] tensor exists.
 An image compared with itself has D = 0 and C' = 1, and passes no gradient.
 """
@@ -30,7 +31,7 @@ from idml.embeddings import Embeddings, full_precision, require_finite, unit_row
 from idml.pairwise import Alpha, Beta, Cosines, NormSum, SelfBeta, SelfCosines, SelfNormSum, Soften
 
 RULES = ("similar", "dissimilar", "strict", "off", "release")
-BETAS = ("sum", "norms")
+BETAS = ("sum", "norms", "relative")
 Form = Literal["distance", "cosine"]
 
 _FORMS: dict[str, tuple[Form, ...]] = {
@@ -151,7 +152,12 @@ def alphas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
 
 
 def betas(e: Embeddings, other: Embeddings | None = None, kind: str = "sum") -> Tensor:
-    """β = ‖u₁ + u₂‖, or ‖u₁‖ + ‖u₂‖ (``norms``), of every pair: [n, m], or [n, 1] where u₂ = 0 has no dimensions."""
+    """β = ‖u₁ + u₂‖, or ‖u₁‖ + ‖u₂‖ (``norms``), of every pair: [n, m], or [n, 1] where u₂ = 0 has no dimensions.
+
+    ``relative``: divided by its mean over all pairs but those of an image and itself; 0 where all are 0.
+    """
+    if kind == "relative":
+        return _relative(betas(e, other), alone=other is None)
     if other is not None and other.uncertainty.shape[1] == 0:
         return e.level.unsqueeze(1)
     if e.uncertainty.shape[1] == 0:
@@ -160,6 +166,14 @@ def betas(e: Embeddings, other: Embeddings | None = None, kind: str = "sum") -> 
     alone, both = (SelfBeta, Beta) if kind == "sum" else (SelfNormSum, NormSum)
     beta: Tensor = alone.apply(u) if other is None else both.apply(u, v)
     return beta * scale if scale != 1.0 else beta
+
+
+def _relative(beta: Tensor, *, alone: bool) -> Tensor:
+    """β over its mean; of a batch against itself, over that of different images."""
+    total, pairs = beta.sum(), beta.numel()
+    if alone and len(beta) > 1:
+        total, pairs = total - beta.diagonal().sum(), pairs - len(beta)
+    return beta / (total / pairs).clamp_min(torch.finfo(beta.dtype).tiny)
 
 
 def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form, kind: str = "sum") -> Tensor:

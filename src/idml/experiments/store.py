@@ -112,12 +112,12 @@ class Store:
         run = self._run(cell)
         config = from_dict({**self.regime.base, **cell.options, "data": self.data, "out": str(run)})
         try:
-            metrics = train(config, resume=True, report=report)
+            metrics = train(config, resume=True, dataset=dataset, pages=False, report=report)
         except ValueError as error:
             if "cannot resume" in str(error) or "not a sound checkpoint" in str(error):
                 self.note(f"{cell.name}: begun anew: {error}")
                 shutil.rmtree(run)
-                metrics = train(config, resume=True, report=report)
+                metrics = train(config, resume=True, dataset=dataset, pages=False, report=report)
             elif re.match(r"step \d+: ", str(error)):
                 return {"failed": str(error).partition("; images")[0]}
             else:

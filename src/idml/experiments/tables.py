@@ -19,6 +19,8 @@ TAUS, GAMMAS = (1.0, 3.0, 5.0, 7.0, 9.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 SIZES = (64, 128, 256, 512)
 NOISES = (0.0, 0.1, 0.2, 0.4)
 SIGNALS = ("ranking", "error", "graded")
+CONSTANTS = (1.0, 2.0, 4.0)
+_HIDDEN = 64  # width of the hidden layer of a u that a signal teaches
 
 
 @dataclass(frozen=True)
@@ -190,18 +192,43 @@ def _proxies(arms: Arms) -> Table:
 def _introspection(arms: Arms) -> Table:
     rows: list[Arm] = []
     claims: list[Claim] = []
-    apart: dict[str, Any] = (
-        {} if arms.regime.name == "frozen" else {"detach": True}
-    )  # a signal may not pull at the trunk
     for loss in (_MS, _PA):
         rows += [arms.plain(loss), arms.arm(loss, "idml")]
         for signal in SIGNALS:
             for method in ("plain", "idml"):
-                rows.append(arms.arm(loss, method, f"{method}, {signal}", introspection=signal, **apart))
+                rows.append(arms.arm(loss, method, f"{method}, {signal}", **_taught(arms, signal)))
             claims.append(ErrorsRanked(f"{signal} teaches ‖u‖ to rank errors, {LOSSES[loss]}", rows[-2].key))
             keeps = f"{signal} costs no R@1, {LOSSES[loss]}"
             claims.append(Gain(keeps, (loss, "plain"), rows[-2].key, wanted=False))
     return Table("Signals that teach u", tuple(rows), tuple(claims))
+
+
+def _taught(arms: Arms, signal: str) -> dict[str, Any]:
+    """Options of a u that a signal teaches; the signal may not pull at the trunk."""
+    apart: dict[str, Any] = {} if arms.regime.name == "frozen" else {"detach": True}
+    return {"introspection": signal, "u_hidden": _HIDDEN, **apart}
+
+
+def _settings(arms: Arms) -> Table:
+    """Ways to use the metric beside the paper's: a constant u, a bounded one, one that spreads because it is taught."""
+    rows: list[Arm] = []
+    claims: list[Claim] = []
+    for loss in ("contrastive", _MS, _PA):
+        name = LOSSES[loss]
+        constants = [arms.arm(loss, "constant", f"constant, γ = {g:g}", gamma=g) for g in CONSTANTS]
+        bounded = arms.arm(loss, "ism", "ism, u bounded by 1", gamma=0.0, bound=1.0, detach=True)
+        relative: dict[str, Any] = {"beta": "relative", "gamma": 0.0, "tau": 2.5}  # on average as the constant γ = 2
+        free = arms.arm(loss, "ism", "ism, relative", **relative)
+        taught = [
+            arms.arm(loss, method, f"{method}, relative, error", **relative, **_taught(arms, "error"))
+            for method in ("ism", "idml")
+        ]
+        own = [*constants, bounded, free, *taught]
+        rows += [arms.plain(loss), arms.arm(loss, "mixup"), arms.arm(loss, "ism"), *own]
+        claims += [Gain(f"{row.name} improves {name}", row.key) for row in own]
+        text = f"a u that is taught and spreads adds to a constant one, {name}"
+        claims.append(Gain(text, taught[0].key, (loss, "constant, γ = 2")))
+    return Table("Other settings of the metric", tuple(rows), tuple(claims))
 
 
 def _finetune(arms: Arms) -> Table:
@@ -228,5 +255,6 @@ TABLES: dict[str, Callable[[Arms], Table]] = {
     "beta": _beta,
     "proxies": _proxies,
     "introspection": _introspection,
+    "settings": _settings,
     "finetune": _finetune,
 }

@@ -15,7 +15,7 @@ Schedule = Literal["constant", "step", "cosine"]
 Rule = Literal["similar", "dissimilar", "release"]
 Labels = Literal["sets", "weighted"]
 Precision = Literal["float32", "bfloat16"]
-Beta = Literal["sum", "norms"]
+Beta = Literal["sum", "norms", "relative"]
 Train = Literal["all", "last", "heads"]
 Introspection = Literal["none", "ranking", "error", "graded"]
 _WITH_MIXUP = ("idml", "mixup", "constant-mixup", "pel-mixup")
@@ -44,7 +44,7 @@ class TrainConfig:
     gamma: float = 0.0
     """Introspective bias of the metric (the paper: 3 for Cars196, else 0)."""
     beta: Beta = "sum"
-    """Uncertainty of a pair: sum is ‖u₁ + u₂‖, norms is ‖u₁‖ + ‖u₂‖."""
+    """Uncertainty of a pair: sum is ‖u₁ + u₂‖, norms is ‖u₁‖ + ‖u₂‖, relative is sum over its mean in the batch."""
     proxy_uncertainty: bool = False
     """Give the proxies an uncertainty that is learned, instead of u = 0 (proxy losses)."""
     trunk: str = "tf_efficientnet_lite0"

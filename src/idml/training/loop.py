@@ -20,7 +20,7 @@ from idml.data.catalogue import load_dataset
 from idml.data.holdout import hold_out
 from idml.data.pixels import Pixels, load_pixels
 from idml.data.sampling import random_stream
-from idml.data.sources import ImageSet
+from idml.data.sources import Dataset, ImageSet
 from idml.files import write_whole
 from idml.model import load_model, save_model
 from idml.training.build import build
@@ -34,7 +34,7 @@ from idml.training.optimiser import build_optimiser, set_learning_rate, set_mode
 from idml.training.processes import Processes
 from idml.training.report import write_report
 from idml.training.start import start_at_principal_components
-from idml.training.step import learn, require_finite
+from idml.training.step import learn, require_finite, require_finite_gradients
 from idml.training.stream import Stream
 from idml.training.watch import Log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings
 
@@ -50,14 +50,17 @@ def train(
     config: TrainConfig,
     *,
     resume: bool = False,
+    dataset: Dataset | None = None,
+    pages: bool = True,
     report: Report = lambda row: None,
     note: Note = lambda text: None,
 ) -> dict[str, Any]:
     """Train a model and leave it in ``config.out``; returns what metrics.json holds.
 
-    ``report`` is called with every row of log.jsonl, and with the number of images decoded while the cache is built;
-    ``note`` with lines a person should see. Of several processes the first one writes and reports; the others return
-    nothing.
+    ``dataset`` is what ``config.data`` names, if it is at hand; without ``pages`` neither report.html nor curves for
+    TensorBoard are made. ``report`` is called with every row of log.jsonl, and with the number of images decoded while
+    the cache is built; ``note`` with lines a person should see. Of several processes the first one writes and reports;
+    the others return nothing.
     """
     run, processes = Path(config.out), Processes()
     device = processes.device
@@ -78,7 +81,8 @@ def train(
         def counted(what: str) -> Callable[[int, int], None]:
             return lambda done, total: report({"done": done, "images": total, "what": what})
 
-        dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
+        if dataset is None:
+            dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
         for line in dataset.notes:
             note(line)
         seen, held_out = hold_out(dataset.train, config.holdout)
@@ -124,7 +128,7 @@ def train(
         if processes.first:
             options = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
             write_whole(run / "config.yaml", options.encode())
-            log = Log(run, progress.step)
+            log = Log(run, progress.step, board=pages)
             stack.callback(log.close)
 
         def checkpoint() -> None:
@@ -141,6 +145,7 @@ def train(
                 raise ValueError(whole) from None
 
         # the loop
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         step, epochs = 0, config.epochs
         for epoch in range(epochs):
             steps = len(stream.plan(epoch))
@@ -163,7 +168,8 @@ def train(
                 seed = random_stream("step", config.seed, epoch, now).initial_seed()
                 with naming(now, numbers):
                     value, embeddings = learn(batch, model, loss, config, processes, seed, introspection, numbers)
-                nn.utils.clip_grad_value_([*model.parameters(), *loss.parameters()], config.clip)
+                    require_finite_gradients(parameters)
+                nn.utils.clip_grad_value_(parameters, config.clip)
                 optimizer.step()
                 progress = dataclasses.replace(progress, step=now + 1)
                 row = {"step": now + 1, "epoch": epoch, "loss": value, "lr": optimizer.param_groups[0]["lr"]}
@@ -221,7 +227,8 @@ def train(
                 "last": selected if same else judge.figures(model, test, gallery),
             }
         save_model(best, run)
-        write_report(run, config, metrics, test, embeddings.level)
+        if pages:
+            write_report(run, config, metrics, test, embeddings.level)
         write_whole(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
         return metrics
 

@@ -1,6 +1,6 @@
 """One step: a batch's embeddings, its loss, and the gradients, whole, in parts or in several processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,14 @@ def learn(
         for part in range(len(parts)):
             _pull(embedded(part), own, part * config.micro_batch)
     processes.sum_gradients(model)
-    if not all(bool(torch.isfinite(p.grad).all()) for m in (model, loss) for p in m.parameters() if p.grad is not None):
-        raise ValueError("the gradients hold NaN or infinity")
     processes.average_statistics(model)
     return float(value.detach()), seen.detach()
+
+
+def require_finite_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse gradients that are not numbers."""
+    if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
+        raise ValueError("the gradients hold NaN or infinity")
 
 
 def require_finite(*modules: nn.Module) -> None:

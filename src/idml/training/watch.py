@@ -45,33 +45,36 @@ def uncertainty_warnings(rows: list[dict[str, Any]], config: TrainConfig) -> lis
 
 
 class Log:
-    """The rows of a run: log.jsonl, one JSON object a line, and the same figures for TensorBoard.
+    """The rows of a run: log.jsonl, one JSON object a line, and with ``board`` the same figures for TensorBoard.
 
     Rows after ``step`` (the checkpoint a run goes on from) will be made again, so they go.
     """
 
-    def __init__(self, run: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, run: Path, step: int, *, board: bool = True) -> None:
         path = run / "log.jsonl"
         if path.exists():
             rows = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
             write_whole(path, "".join(f"{line}\n" for line in rows).encode())
         self.file = path.open("a")
-        self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        self.board = None
+        if board:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a row; it is in the file when this returns."""
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         for name, value in row.items():
-            if name not in ("step", "epoch"):
+            if self.board is not None and name not in ("step", "epoch"):
                 self.board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
         """Write out what is left."""
         self.file.close()
-        self.board.close()
+        if self.board is not None:
+            self.board.close()
 
 
 def _step_of(line: str) -> float:

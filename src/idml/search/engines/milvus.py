@@ -12,7 +12,7 @@ from typing import Literal
 from idml.embeddings import Embeddings
 from idml.search.engines import Added, Engine, Item, Properties, milvus_rows
 from idml.search.engines.intake import check_batch, item_rows
-from idml.search.engines.milvus_place import LONG, Connection, Place
+from idml.search.engines.milvus_place import LONG, WRITING, Connection, Place
 from idml.search.engines.milvus_reading import MilvusReading
 from idml.search.engines.milvus_rows import (
     LONGEST,
@@ -188,10 +188,14 @@ class MilvusEngine(MilvusReading, Engine):
             connection = self._opened()
             if not self._write:
                 raise ValueError(f"the gallery {self.place} is open for reading only")
+            usual, connection.patience = connection.patience, WRITING
             try:
                 yield connection
             finally:
-                connection.look()
+                try:
+                    connection.look()
+                finally:
+                    connection.patience = usual
 
 
 def _stored(connection: Connection) -> int:

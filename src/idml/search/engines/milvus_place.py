@@ -21,6 +21,7 @@ _SECURE = {"milvus": False, "milvuss": True}
 _PORT = 19530
 _COLLECTION = re.compile("[A-Za-z_][A-Za-z0-9_]{0,254}")
 _CONNECT, _ANSWER = 10.0, 30.0  # seconds to wait for a connection, and for an answer
+WRITING = 300.0  # for an answer while writing: a server that builds an index of a million rows lets a writer wait
 LONG = 3600.0  # for loading and compacting a large gallery
 
 
@@ -73,11 +74,13 @@ class Connection:
     """A connection to the server of a gallery. What goes wrong is an OSError of one line.
 
     Milvus answers from a state that may lie a moment back, unless it is told which one is needed at least: ``needed``,
-    which `look` moves on to everything that any client was told is written.
+    which `look` moves on to everything that any client was told is written. ``patience``: seconds until a server
+    that does not answer counts as failed.
     """
 
     def __init__(self, place: Place) -> None:
         self.place, self.needed, self.looks = place, 0, 0
+        self.patience = _ANSWER
         self._mutex = threading.Lock()
         try:
             from pymilvus import MilvusClient  # type: ignore[import-untyped,unused-ignore]
@@ -99,15 +102,15 @@ class Connection:
         with self._explained():
             # the one method we need that MilvusClient does not offer itself; 0, where a service does not know it,
             # means the newest state
-            now = self._client._get_connection().alloc_timestamp(timeout=_ANSWER)
+            now = self._client._get_connection().alloc_timestamp(timeout=self.patience)
         with self._mutex:
             self.needed = max(self.needed, now)
             self.looks += 1
 
-    def do(self, method: str, *, seconds: float = _ANSWER, **arguments: Any) -> Any:
+    def do(self, method: str, *, seconds: float | None = None, **arguments: Any) -> Any:
         """Call a method of MilvusClient with the collection and a time limit."""
         with self._explained():
-            return getattr(self._client, method)(self.place.collection, timeout=seconds, **arguments)
+            return getattr(self._client, method)(self.place.collection, timeout=seconds or self.patience, **arguments)
 
     def read(self, method: str, **arguments: Any) -> Any:
         """The same for reading: what is needed is seen."""
@@ -116,7 +119,7 @@ class Connection:
     def compaction(self, job: int) -> str:
         """How far a compaction is."""
         with self._explained():
-            return str(self._client.get_compaction_state(job, timeout=_ANSWER))
+            return str(self._client.get_compaction_state(job, timeout=self.patience))
 
     def count(self, condition: str = "") -> int:
         """How many rows there are, of those that fulfil a condition."""
