@@ -12,7 +12,7 @@ come one after another, and each adds and searches in two processes of its own:
                         gets as many cores as the others get threads, and its client runs beside it
 
     added/s     vectors a second (faiss-ivf: training counts)
-    ready s     until Milvus has indexed what was added
+    ready s     until Milvus has indexed what was added; it may go on merging segments and index them anew
     open s      from opening, in a new process, to the first answer; files are in the system's cache
     p50, p99    of single queries; batch/s: queries a second in batches of 64; recall: found of the true ten
     adding MB   the most memory while adding, above that of the imports; held MB: the same while searching

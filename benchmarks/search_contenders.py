@@ -165,11 +165,10 @@ class Milvus(Ours):
             yield from self._filled(engine)
             started, connection, quiet = time.perf_counter(), engine._opened(), 0
             connection.do("flush", seconds=LONG)
-            while quiet < 5:  # it may merge what is indexed, and index it anew
+            while quiet < 5:  # it may go on merging what is indexed, and index it anew
                 time.sleep(1)
                 state = connection.do("describe_index", index_name="semantic")
-                done = state["indexed_rows"] >= self.size.rows and state["pending_index_rows"] == 0
-                quiet = quiet + 1 if done else 0
+                quiet = quiet + 1 if state["indexed_rows"] >= self.size.rows else 0
             yield {"ready s": time.perf_counter() - started - quiet}
             connection.do("release_collection", seconds=LONG)
 
