@@ -67,9 +67,10 @@ def learn(
 
 
 def require_finite_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse gradients that are not numbers."""
-    if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
-        raise ValueError("the gradients hold NaN or infinity")
+    """Refuse gradients that are not numbers; a sum that is one is quicker than a look at each."""
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        if not bool(torch.isfinite(grad.sum())) and not bool(torch.isfinite(grad).all()):
+            raise ValueError("the gradients hold NaN or infinity")
 
 
 def require_finite(*modules: nn.Module) -> None:
