@@ -34,6 +34,7 @@ from idml.html import drawing, page, table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_CHOSEN = ("last", "full")  # regimes that are too dear for more than the chosen rows
 _INTRO = (
     "Made by `idml reproduce results` from the stored runs in results/cells-*, never by hand. The paper's figures are "
     "of ResNet-50 at 224 pixels; ours, unless a heading says otherwise, of a much smaller network on smaller images: "
@@ -91,6 +92,8 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
     for data, regime in stored_regimes(out):
         store = Store(out, data, regime, note)
         for what, build in TABLES.items():
+            if (what == "finetune") != (regime.name in _CHOSEN) and regime.name != "paper":
+                continue
             made = build(Arms(data, regime))
             section = Section(what, made, found_of(made, store, regime.seeds), store, regime.seeds)
             run = sum(bool(at.runs) for at in section.found.courses.values())

@@ -235,8 +235,9 @@ def _finetune(arms: Arms) -> Table:
     rows: list[Arm] = []
     for loss in (_MS, _PA):
         rows += [arms.plain(loss), arms.twice(loss), arms.arm(loss, "idml")]
-    claims = [Gain(f"IDML improves {LOSSES[loss]} when everything is trained", (loss, "idml")) for loss in (_MS, _PA)]
-    return Table("Chosen rows of Table 1, everything trained", tuple(rows), tuple(claims))
+    part = {"last": "the last stage", "frozen": "only the heads"}.get(arms.regime.name, "everything")
+    claims = [Gain(f"IDML improves {LOSSES[loss]} with {part} trained", (loss, "idml")) for loss in (_MS, _PA)]
+    return Table(f"Chosen rows of Table 1, {part} trained", tuple(rows), tuple(claims))
 
 
 TABLES: dict[str, Callable[[Arms], Table]] = {
