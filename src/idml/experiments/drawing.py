@@ -6,7 +6,7 @@ from idml.experiments.arms import LOSSES
 from idml.experiments.claims import Found
 from idml.experiments.compare import Estimate, estimate, gain
 from idml.experiments.protocol import Course
-from idml.experiments.tables import Table
+from idml.experiments.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

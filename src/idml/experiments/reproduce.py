@@ -13,7 +13,8 @@ from idml.experiments.protocol import Course, course, run_arms
 from idml.experiments.regimes import regime_for
 from idml.experiments.store import Store, open_store
 from idml.experiments.summary import per_seed, shown_columns
-from idml.experiments.tables import TABLES, Table
+from idml.experiments.table import Table
+from idml.experiments.tables import TABLES
 from idml.files import write_whole
 from idml.training.config import TrainConfig, from_dict
 from idml.training.processes import Processes

@@ -27,7 +27,8 @@ from idml.experiments.shapes import (
 )
 from idml.experiments.store import VERSION, Store
 from idml.experiments.summary import shown_columns
-from idml.experiments.tables import TABLES, Table
+from idml.experiments.table import Table
+from idml.experiments.tables import TABLES
 from idml.files import write_whole
 from idml.html import drawing, page, table
 

@@ -10,7 +10,7 @@ from idml.experiments.claims import DISGUISE, Found, mean_weight
 from idml.experiments.compare import estimate, gain
 from idml.experiments.paper import paper_figure
 from idml.experiments.protocol import Course
-from idml.experiments.tables import Table
+from idml.experiments.table import Table
 
 HEADER = [
     "loss", "arm", "R@1", "paper", "RP", "paper", "MAP@R", "paper", "NMI", "paper", "R@1 gain", "MAP@R gain", "over",

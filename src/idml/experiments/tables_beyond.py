@@ -1,0 +1,104 @@
+"""Tables beyond the paper's: wrong labels, forms of β, uncertain proxies, signals and settings, everything trained."""
+
+from typing import Any
+
+from idml.experiments.arms import LOSSES, Arm, Arms
+from idml.experiments.claims import Claim, ErrorsRanked, Gain
+from idml.experiments.table import Table
+
+_PA, _MS, _MDW = "proxy_anchor", "multi_similarity", "margin_dw"
+NOISES = (0.0, 0.1, 0.2, 0.4)
+SIGNALS = ("ranking", "error", "graded")
+CONSTANTS = (1.0, 2.0, 4.0)
+_HIDDEN = 64  # width of the hidden layer of a u that a signal teaches
+
+
+def noise(arms: Arms) -> Table:
+    """Wrong training labels, the paper's motivation: plain, the metric, IDML."""
+    rows: list[Arm] = []
+    claims: list[Claim] = []
+    for share in NOISES:
+        mark = f", {share:.0%} wrong" if share else ""
+        options: dict[str, Any] = {"label_noise": share} if share else {}
+        for method in ("plain", "ism", "idml"):
+            rows.append(arms.arm(_PA, method, f"{method}{mark}", against=f"plain{mark}", **options))
+        if share:
+            for method in ("ism", "idml"):
+                text = f"with {share:.0%} wrong labels, {method} is above plain"
+                claims.append(Gain(text, (_PA, f"{method}{mark}"), (_PA, f"plain{mark}")))
+    return Table("Wrong training labels", tuple(rows), tuple(claims))
+
+
+def beta(arms: Arms) -> Table:
+    """Vectors added before the norm is taken, or norms added."""
+    rows: list[Arm] = []
+    claims: list[Claim] = []
+    for loss in (_MS, _MDW):  # against proxies without u the two are the same
+        other = arms.arm(loss, "idml", "idml, ‖u₁‖+‖u₂‖", beta="norms")
+        rows += [arms.plain(loss), arms.arm(loss, "idml"), other]
+        claims.append(Gain(f"‖u₁+u₂‖ is better than ‖u₁‖+‖u₂‖, {LOSSES[loss]}", (loss, "idml"), other.key))
+    return Table("‖u₁+u₂‖ against ‖u₁‖+‖u₂‖", tuple(rows), tuple(claims))
+
+
+def proxies(arms: Arms) -> Table:
+    """Proxies with a learned u of their own."""
+    rows: list[Arm] = []
+    claims: list[Claim] = []
+    for loss in (_PA, "proxy_nca"):
+        other = arms.arm(loss, "idml", "idml, proxies with u", proxy_uncertainty=True)
+        rows += [arms.plain(loss), arms.arm(loss, "idml"), other]
+        claims.append(Gain(f"proxies gain by a u of their own, {LOSSES[loss]}", other.key, (loss, "idml")))
+    return Table("Learned uncertainty of proxies", tuple(rows), tuple(claims))
+
+
+def introspection(arms: Arms) -> Table:
+    """Signals that teach ‖u‖ to rank errors, beside the loss."""
+    rows: list[Arm] = []
+    claims: list[Claim] = []
+    for loss in (_MS, _PA):
+        rows += [arms.plain(loss), arms.arm(loss, "idml")]
+        for signal in SIGNALS:
+            for method in ("plain", "idml"):
+                rows.append(arms.arm(loss, method, f"{method}, {signal}", **_taught(arms, signal)))
+            claims.append(ErrorsRanked(f"{signal} teaches ‖u‖ to rank errors, {LOSSES[loss]}", rows[-2].key))
+            keeps = f"{signal} costs no R@1, {LOSSES[loss]}"
+            claims.append(Gain(keeps, (loss, "plain"), rows[-2].key, wanted=False))
+    return Table("Signals that teach u", tuple(rows), tuple(claims))
+
+
+def _taught(arms: Arms, signal: str) -> dict[str, Any]:
+    """Options of a u that a signal teaches; the signal may not pull at the trunk."""
+    apart: dict[str, Any] = {} if arms.regime.name == "frozen" else {"detach": True}
+    return {"introspection": signal, "u_hidden": _HIDDEN, **apart}
+
+
+def settings(arms: Arms) -> Table:
+    """Ways to use the metric beside the paper's: a constant u, a bounded one, one that spreads because it is taught."""
+    rows: list[Arm] = []
+    claims: list[Claim] = []
+    for loss in ("contrastive", _MS, _PA):
+        name = LOSSES[loss]
+        constants = [arms.arm(loss, "constant", f"constant, γ = {g:g}", gamma=g) for g in CONSTANTS]
+        bounded = arms.arm(loss, "ism", "ism, u bounded by 1", gamma=0.0, bound=1.0, detach=True)
+        relative: dict[str, Any] = {"beta": "relative", "gamma": 0.0, "tau": 2.5}  # on average as the constant γ = 2
+        free = arms.arm(loss, "ism", "ism, relative", **relative)
+        taught = [
+            arms.arm(loss, method, f"{method}, relative, error", **relative, **_taught(arms, "error"))
+            for method in ("ism", "idml")
+        ]
+        own = [*constants, bounded, free, *taught]
+        rows += [arms.plain(loss), arms.arm(loss, "mixup"), arms.arm(loss, "ism"), *own]
+        claims += [Gain(f"{row.name} improves {name}", row.key) for row in own]
+        text = f"a u that is taught and spreads adds to a constant one, {name}"
+        claims.append(Gain(text, taught[0].key, (loss, "constant, γ = 2")))
+    return Table("Other settings of the metric", tuple(rows), tuple(claims))
+
+
+def finetune(arms: Arms) -> Table:
+    """Chosen rows of Table 1 in a regime that trains more."""
+    rows: list[Arm] = []
+    for loss in (_MS, _PA):
+        rows += [arms.plain(loss), arms.twice(loss), arms.arm(loss, "idml")]
+    part = {"last": "the last stage", "frozen": "only the heads"}.get(arms.regime.name, "everything")
+    claims = [Gain(f"IDML improves {LOSSES[loss]} with {part} trained", (loss, "idml")) for loss in (_MS, _PA)]
+    return Table(f"Chosen rows of Table 1, {part} trained", tuple(rows), tuple(claims))
