@@ -111,7 +111,7 @@ def judge(config: TrainConfig, run: Path, dataset: Dataset) -> dict[str, Any]:
     if test.images.ambiguous is not None:
         found["auroc_twins"] = auroc(clean.level, test.images.ambiguous[test.usable])
     if config.label_noise:
-        images, wrong = noisy_images(config)
+        images, wrong = noisy_images(config, dataset)
         pixels = _pixels(images, model.trunk.image_size)
         found["auroc_wrong"] = auroc(embedded(pixels).level, wrong[pixels.usable])
     if config.method in ("idml", "ism") and config.rule == "similar" and config.beta == "sum":

@@ -7,7 +7,7 @@ from torch import Tensor
 from idml.data.catalogue import load_dataset
 from idml.data.holdout import hold_out
 from idml.data.sampling import noisy_labels
-from idml.data.sources import ImageSet
+from idml.data.sources import Dataset, ImageSet
 from idml.training.config import TrainConfig
 
 
@@ -19,8 +19,12 @@ def with_label_noise(images: ImageSet, config: TrainConfig) -> ImageSet:
     return dataclasses.replace(images, labels=labels)
 
 
-def noisy_images(config: TrainConfig) -> tuple[ImageSet, Tensor]:
-    """The images a run learned from, with their right labels, and which of them it saw with a wrong one [n]."""
-    dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
+def noisy_images(config: TrainConfig, dataset: Dataset | None = None) -> tuple[ImageSet, Tensor]:
+    """The images a run learned from, with their right labels, and which of them it saw with a wrong one [n].
+
+    ``dataset`` is what ``config.data`` names, if it is at hand.
+    """
+    if dataset is None:
+        dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
     seen, _ = hold_out(dataset.train, config.holdout)
     return seen, with_label_noise(seen, config).labels != seen.labels
