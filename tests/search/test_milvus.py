@@ -21,7 +21,7 @@ from idml.metric import IntrospectiveMetric
 from idml.search.engines import DamagedGallery, Properties, milvus_reading, milvus_rows
 from idml.search.engines.embedded import EmbeddedEngine
 from idml.search.engines.milvus import MilvusEngine
-from idml.search.engines.milvus_place import Connection, Place
+from idml.search.engines.milvus_place import WRITING, Connection, Place
 from idml.search.engines.milvus_search import MilvusSearch
 
 LONG = "IDML_KILLS" in os.environ  # make faults
@@ -497,3 +497,18 @@ def test_found_items_are_not_asked_for_again(collections):
     engine.search(e, 2)
     engine.remove(["i3"])
     assert engine.get("i3") is None
+
+
+def test_a_busy_server_may_let_a_writer_wait(collections):
+    engine = collections.fresh(PROPERTIES)
+    items, e, images = batch((1, 0), (2, 1), (3, 2))
+    usual, waited, do = engine._opened().patience, [], Connection.do
+    with mock.patch.object(
+        Connection, "do", lambda self, *a, **k: (waited.append(self.patience), do(self, *a, **k))[1]
+    ):
+        engine.add(items, e, images)
+    assert set(waited) == {WRITING}
+    assert engine._opened().patience == usual
+    with mock.patch.object(Connection, "do", side_effect=OSError("away")), pytest.raises(OSError, match="away"):
+        engine.remove(["i1"])
+    assert engine._opened().patience == usual < WRITING

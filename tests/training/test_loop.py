@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from idml import files
 from idml.losses import LOSSES
 from idml.model import Model, build_model, load_model
+from idml.training import loop
 from idml.training.checkpoint import lock_run
 from idml.training.config import TrainConfig
 from idml.training.loop import train
@@ -33,6 +34,16 @@ def test_a_run_leaves_what_the_contract_says(options, tmp_path):
     assert len(held_out) == 3
     assert metrics["selected_score"] == max(row["held_out_map@r"] for row in held_out)
     assert load_model(run).embed(torch.rand(2, 3, 16, 16)).level.shape == (2,)
+
+
+def test_without_pages_and_with_a_data_set_at_hand_the_run_is_the_same(options, tmp_path, monkeypatch):
+    with_pages = train(TrainConfig(out=str(tmp_path / "with"), **options))
+    dataset = loop.load_dataset(options["data"])
+    monkeypatch.delattr(loop, "load_dataset")  # it is not listed again
+    assert train(TrainConfig(out=str(tmp_path / "without"), **options), dataset=dataset, pages=False) == with_pages
+    for name in ("report.html", "tensorboard"):
+        assert (tmp_path / "with" / name).exists()
+        assert not (tmp_path / "without" / name).exists()
 
 
 @pytest.mark.parametrize("method", ["plain", "ism", "mixup", "pel", "pel-mixup"])

@@ -12,7 +12,7 @@ from idml.model import build_model
 from idml.probabilistic import ProbabilisticLoss
 from idml.training.config import TrainConfig
 from idml.training.processes import Processes
-from idml.training.step import learn
+from idml.training.step import learn, require_finite_gradients
 
 
 def one_step(loss="multi_similarity", method="idml", lam=None, **changes):
@@ -64,3 +64,14 @@ def test_weighted_labels_without_mixtures_are_plain_labels():
     assert value == pytest.approx(float(loss(embeddings, batch.labels.ids[:, 0])), rel=1e-6)
     unmixed = Batch(batch.images[:16], batch.labels[:16], batch.mixed[:16])
     assert unmixed.lam is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_gradients_that_are_no_numbers_are_refused(bad):
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]  # the first has no gradient at all
+    for parameter in parameters[1:]:
+        parameter.grad = torch.tensor([3e38, 3e38, 3e38])  # numbers, though their sum is none
+    require_finite_gradients(parameters)
+    parameters[2].grad[1] = bad
+    with pytest.raises(ValueError, match="the gradients hold NaN or infinity"):
+        require_finite_gradients(parameters)

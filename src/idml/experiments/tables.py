@@ -20,11 +20,6 @@ TAUS, GAMMAS = (1.0, 3.0, 5.0, 7.0, 9.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 SIZES = (64, 128, 256, 512)
 
 
-def table_of(what: str, arms: Arms) -> Table:
-    """A table for a data set and regime, by name."""
-    return TABLES[what](arms)
-
-
 def _table1(arms: Arms) -> Table:
     rows: list[Arm] = []
     for loss in LOSSES:
