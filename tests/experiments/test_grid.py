@@ -21,22 +21,7 @@ def quiet(_):
     pass
 
 
-@pytest.fixture
-def pictures(tmp_path, monkeypatch):
-    from PIL import Image
-
-    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
-    noise = np.random.default_rng(0)
-    for c in "abcdefgh":
-        (tmp_path / "data" / c).mkdir(parents=True)
-        pattern = noise.integers(60, 196, (20, 20, 3))
-        for i in range(4):
-            image = Image.fromarray((pattern + noise.integers(-60, 60, (20, 20, 3))).astype(np.uint8))
-            image.save(tmp_path / "data" / c / f"{i}.png")
-    return f"folder:{tmp_path / 'data'}"
-
-
-def test_a_finished_cell_is_not_made_again_and_a_stopped_one_goes_on(pictures, tmp_path):
+def test_a_finished_cell_is_not_made_again_and_a_stopped_one_goes_on(patterns, tmp_path):
     cells = [Cell(f"cell-{seed}", {**SMALL, "seed": seed, "checkpoint_every": 1}) for seed in range(2)]
 
     class Stopped(Exception):
@@ -47,10 +32,10 @@ def test_a_finished_cell_is_not_made_again_and_a_stopped_one_goes_on(pictures, t
             raise Stopped
 
     with pytest.raises(Stopped):
-        run_cells(cells, pictures, tmp_path / "out", judge=what_u_tells, report=stop, note=quiet)
+        run_cells(cells, patterns, tmp_path / "out", judge=what_u_tells, report=stop, note=quiet)
     kept = (tmp_path / "out" / "cell-0.json").read_bytes()
     assert (tmp_path / "out" / "cell-1.run").is_dir()
-    results = run_cells(cells, pictures, tmp_path / "out", judge=what_u_tells, report=quiet, note=quiet)
+    results = run_cells(cells, patterns, tmp_path / "out", judge=what_u_tells, report=quiet, note=quiet)
     assert (tmp_path / "out" / "cell-0.json").read_bytes() == kept
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cell-0.json", "cell-1.json"]
     assert 0 <= results["cell-1"]["auroc_mixed"] <= 1
@@ -58,13 +43,13 @@ def test_a_finished_cell_is_not_made_again_and_a_stopped_one_goes_on(pictures, t
     assert str(tmp_path) not in kept.decode()
 
 
-def test_results_of_other_options_and_damaged_ones_are_refused(pictures, tmp_path):
+def test_results_of_other_options_and_damaged_ones_are_refused(patterns, tmp_path):
     (tmp_path / "cell.json").write_text(json.dumps({"options": {**SMALL, "lr": 9.0}}))
     with pytest.raises(ValueError, match=r"cell\.json was made with other options; delete it"):
-        run_cells([Cell("cell", SMALL)], pictures, tmp_path, judge=what_u_tells, report=quiet, note=quiet)
+        run_cells([Cell("cell", SMALL)], patterns, tmp_path, judge=what_u_tells, report=quiet, note=quiet)
     (tmp_path / "cell.json").write_text("{")
     with pytest.raises(ValueError, match=r"cell\.json is not a result"):
-        run_cells([Cell("cell", SMALL)], pictures, tmp_path, judge=what_u_tells, report=quiet, note=quiet)
+        run_cells([Cell("cell", SMALL)], patterns, tmp_path, judge=what_u_tells, report=quiet, note=quiet)
 
 
 def test_interval_is_students():
@@ -81,11 +66,11 @@ def test_auroc_above_counts_pairs():
     assert auroc_above(high, low) == pytest.approx((1 + 0 + 1 + 0.5 + 1 + 1) / 6)
 
 
-def test_the_first_table_by_command(pictures, tmp_path, monkeypatch, capsys):
+def test_the_first_table_by_command(patterns, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(first, "SCRATCH", SMALL)
     monkeypatch.setattr(first, "FROZEN", SMALL)
     monkeypatch.setattr(first, "LOSSES", ("proxy_anchor",))
-    arguments = ["reproduce", "first", "--data", pictures, "--seeds", "2", "--out", str(tmp_path / "out")]
+    arguments = ["reproduce", "first", "--data", patterns, "--seeds", "2", "--out", str(tmp_path / "out")]
     assert main([*arguments, "--dry-run"]) == 0
     assert "8 of 8 runs to do" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
@@ -104,11 +89,11 @@ def test_the_first_table_by_command(pictures, tmp_path, monkeypatch, capsys):
     assert main([*arguments[:4], "--seeds", "0"]) == 2
 
 
-def test_the_uncertainty_table_by_command(pictures, tmp_path, monkeypatch, capsys):
+def test_the_uncertainty_table_by_command(patterns, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(uncertainty, "FROZEN", SMALL)
     monkeypatch.setattr(uncertainty, "LOSSES", ("proxy_anchor",))
     monkeypatch.setattr(uncertainty, "METHODS", ("idml", "pel"))
-    arguments = ["reproduce", "uncertainty", "--data", pictures, "--seeds", "2", "--out", str(tmp_path / "out")]
+    arguments = ["reproduce", "uncertainty", "--data", patterns, "--seeds", "2", "--out", str(tmp_path / "out")]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(found["results"]) == 4

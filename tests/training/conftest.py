@@ -2,7 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+
+from idml.training.config import TrainConfig
+from idml.training.loop import train
 
 CLASSES, EACH = 12, 6
 
@@ -33,3 +38,27 @@ def options(pictures):
         "data": f"folder:{pictures}", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8,
         "epochs": 3, "batch_size": 8, "per_class": 2, "lr": 1e-3, "holdout": 0.34, "checkpoint_every": 2,
     }  # fmt: skip
+
+
+@pytest.fixture
+def bit_identical_after_a_kill(tmp_path):
+    """Check that a run that is killed after its fourth step and resumed ends where a whole one does."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(row):
+        if row.get("step") == 4 and "loss" in row:
+            raise Killed
+
+    def check(config):
+        config = {**config, "checkpoint_every": 1}
+        train(TrainConfig(out=str(tmp_path / "whole"), **config))
+        with pytest.raises(Killed):
+            train(TrainConfig(out=str(tmp_path / "killed"), **config), report=kill)
+        train(TrainConfig(out=str(tmp_path / "killed"), **config), resume=True)
+        one, two = (load_file(tmp_path / run / "checkpoints/last.safetensors") for run in ("whole", "killed"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+    return check

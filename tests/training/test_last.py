@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
@@ -84,22 +83,8 @@ def test_warm_up_keeps_the_last_stage(last, tmp_path):
         assert torch.equal(a, b)
 
 
-def test_killed_and_resumed_is_bit_identical(last, tmp_path):
-    config = {**last, "checkpoint_every": 1}
-    train(TrainConfig(out=str(tmp_path / "whole"), **config))
-
-    class Killed(Exception):
-        pass
-
-    def kill(row):
-        if row.get("step") == 4 and "loss" in row:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(TrainConfig(out=str(tmp_path / "killed"), **config), report=kill)
-    train(TrainConfig(out=str(tmp_path / "killed"), **config), resume=True)
-    one, two = (load_file(tmp_path / run / "checkpoints/last.safetensors") for run in ("whole", "killed"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+def test_killed_and_resumed_is_bit_identical(last, bit_identical_after_a_kill):
+    bit_identical_after_a_kill(last)
 
 
 def test_heads_is_another_name_of_freeze_trunk(last, tmp_path):

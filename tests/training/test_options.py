@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from idml.data.ambiguity import Batch
 from idml.data.catalogue import load_dataset
@@ -181,23 +180,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_and_resumed_is_bit_identical(options, tmp_path, name):
-    config = {**options, "checkpoint_every": 1, "epochs": 2, **RUNS[name]}
-    train(TrainConfig(out=str(tmp_path / "whole"), **config))
-
-    class Killed(Exception):
-        pass
-
-    def kill(row):
-        if row.get("step") == 4 and "loss" in row:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(TrainConfig(out=str(tmp_path / "killed"), **config), report=kill)
-    train(TrainConfig(out=str(tmp_path / "killed"), **config), resume=True)
-    one, two = (load_file(tmp_path / run / "checkpoints/last.safetensors") for run in ("whole", "killed"))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[key], two[key]) for key in one)
+def test_killed_and_resumed_is_bit_identical(options, bit_identical_after_a_kill, name):
+    bit_identical_after_a_kill({**options, "epochs": 2, **RUNS[name]})
 
 
 def test_a_constant_run_has_no_uncertainty_and_no_warning(options, tmp_path):
