@@ -42,16 +42,16 @@ def options(pictures):
 
 @pytest.fixture
 def bit_identical_after_a_kill(tmp_path):
-    """Check that a run that is killed after its fourth step and resumed ends where a whole one does."""
+    """Check that a run that is killed after a step and resumed ends where a whole one does; the checkpoint."""
 
     class Killed(Exception):
         pass
 
-    def kill(row):
-        if row.get("step") == 4 and "loss" in row:
-            raise Killed
+    def check(config, step=4):
+        def kill(row):
+            if row.get("step") == step and "loss" in row:
+                raise Killed
 
-    def check(config):
         config = {**config, "checkpoint_every": 1}
         train(TrainConfig(out=str(tmp_path / "whole"), **config))
         with pytest.raises(Killed):
@@ -60,5 +60,6 @@ def bit_identical_after_a_kill(tmp_path):
         one, two = (load_file(tmp_path / run / "checkpoints/last.safetensors") for run in ("whole", "killed"))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one)
+        return one
 
     return check
