@@ -166,6 +166,33 @@ def test_relative_beta():
     torch.testing.assert_close(IntrospectiveMetric(beta="relative").distances(silent), plain)
 
 
+@pytest.mark.parametrize("form", ["distances", "cosines"])
+@pytest.mark.parametrize("beta", ["sum", "relative"])
+def test_fitted_to_the_mean_weight(form, beta):
+    """D/w̄ and 1 − (1 − C')/w̄: values by explicit loops; to the gradient w̄ is a constant."""
+    e, other = images(18, n=5), images(19, n=4)
+    usual, fitted = (IntrospectiveMetric(2.0, 0.3, beta=beta, fit=fit) for fit in (False, True))
+    for second, count in ((None, 20), (other, 20)):
+        weights = usual.weights(e, second)
+        pairs = [(i, j) for i in range(5) for j in range(weights.shape[1]) if second is not None or i != j]
+        assert len(pairs) == count
+        mean = sum(float(weights[i, j]) for i, j in pairs) / count
+        assert mean < 0.95
+        plain = getattr(usual, form)(e, second)
+        expected = plain / mean if form == "distances" else 1 - (1 - plain) / mean
+        got = getattr(fitted, form)(e, second)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+        gradients = [torch.autograd.grad(x.sin().sum(), (e.semantic, e.uncertainty)) for x in (got, expected)]
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    own = getattr(fitted, form)(e).diagonal()
+    assert torch.equal(own, torch.full_like(own, 0.0 if form == "distances" else 1.0))
+    for rule in ("off", "dissimilar", "strict", "release"):
+        with pytest.raises(ValueError, match="fit divides what rule 'similar' softens"):
+            IntrospectiveMetric(rule=rule, fit=True)
+    assert repr(fitted).endswith(", fit=True)")
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
 def test_sum_of_norms_of_huge_tiny_and_no_uncertainty(scale):
     base = images(15, level=1.0, dtype=torch.float32)

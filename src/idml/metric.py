@@ -14,7 +14,10 @@ For two images, or an image and a proxy, with semantic embeddings s and uncertai
     release       –                             C' as similar, see `_release`  the authors' released code
 
 With ``beta="norms"`` β = ‖u₁‖ + ‖u₂‖ instead, which no two vectors can cancel: for comparison. With ``"relative"``
-β = ‖u₁ + u₂‖ / (its mean over the pairs of the batch): growing every u alike changes nothing. For training only.
+β = ‖u₁ + u₂‖ / (its mean over the pairs of the batch): growing every u alike changes nothing. With ``fit`` the rule
+`similar` divides by the mean weight w̄ of the batch, a constant to the gradient: D = α·e^(−x)/w̄, 1 − C' likewise, so
+that thresholds made for α and C fit. Both are for training only.
+
 Everything comes from matrix products, ‖u₁ + u₂‖² = ‖u₁‖² + ‖u₂‖² + 2u₁·u₂: no [n, m, d] tensor exists.
 An image compared with itself has D = 0 and C' = 1, and passes no gradient.
 """
@@ -60,6 +63,7 @@ class IntrospectiveMetric:
     gamma: float = 0.0
     rule: str = "similar"
     beta: str = "sum"
+    fit: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (("rule", self.rule, RULES), ("beta", self.beta, BETAS)):
@@ -76,10 +80,13 @@ class IntrospectiveMetric:
             if self.beta != "sum":
                 raise ValueError("rule 'release' adds the vectors, as the released code does: beta must be 'sum'")
             object.__setattr__(self, "gamma", _RELEASE_GAMMA)
+        if self.fit and self.rule != "similar":
+            raise ValueError(f"fit divides what rule 'similar' softens: rule {self.rule!r} has nothing to divide")
 
     def __repr__(self) -> str:
         beta = "" if self.beta == "sum" else f", beta={self.beta!r}"  # results are kept under what this says
-        return f"IntrospectiveMetric(tau={self.tau!r}, gamma={self.gamma!r}, rule={self.rule!r}{beta})"
+        fit = ", fit=True" if self.fit else ""
+        return f"IntrospectiveMetric(tau={self.tau!r}, gamma={self.gamma!r}, rule={self.rule!r}{beta}{fit})"
 
     def distances(self, embeddings: Embeddings | Tensor, other: Embeddings | Tensor | None = None) -> Tensor:
         """D of every pair [n, m]; without ``other``, of the batch against itself [n, n]."""
@@ -113,7 +120,11 @@ class IntrospectiveMetric:
 
     def _compare(self, form: Form, e: Embeddings, other: Embeddings | None) -> Tensor:
         if self.rule == "similar":
-            return soften(e, other, self.tau, self.gamma, form, self.beta)
+            softened = soften(e, other, self.tau, self.gamma, form, self.beta)
+            if not self.fit:
+                return softened
+            mean = _mean(self.weights(e, other), alone=other is None).clamp_min(_NO_GAP)
+            return softened / mean if form == "distance" else 1.0 - (1.0 - softened) / mean
         if self.rule == "off":
             return plain_cosines(e, other) if form == "cosine" else alphas(e, other)
         if self.rule == "strict":
@@ -169,11 +180,16 @@ def betas(e: Embeddings, other: Embeddings | None = None, kind: str = "sum") -> 
 
 
 def _relative(beta: Tensor, *, alone: bool) -> Tensor:
-    """β over its mean; of a batch against itself, over that of different images."""
-    total, pairs = beta.sum(), beta.numel()
-    if alone and len(beta) > 1:
-        total, pairs = total - beta.diagonal().sum(), pairs - len(beta)
-    return beta / (total / pairs).clamp_min(torch.finfo(beta.dtype).tiny)
+    """β over its mean."""
+    return beta / _mean(beta, alone=alone).clamp_min(torch.finfo(beta.dtype).tiny)
+
+
+def _mean(pairs: Tensor, *, alone: bool) -> Tensor:
+    """The mean over pairs; of a batch against itself, over those of different images."""
+    total, count = pairs.sum(), pairs.numel()
+    if alone and len(pairs) > 1:
+        total, count = total - pairs.diagonal().sum(), count - len(pairs)
+    return total / count
 
 
 def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form, kind: str = "sum") -> Tensor:

@@ -1,4 +1,5 @@
 import argparse
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,13 @@ def test_methods(method, ambiguity, kinds, introspective):
     assert config.introspective is introspective
 
 
+def test_mixtures_of_a_batch():
+    config = TrainConfig(data="glyphs", out="x")
+    counts = [replace(config, mixtures=share).mixed_images for share in (1.0, 0.5, 0.26, 0.001)]
+    assert counts == [120, 60, 31, 1]
+    assert replace(config, method="ism").mixed_images == 0
+
+
 def test_difference_names_what_changed():
     old = TrainConfig(data="glyphs", out="x")
     new = TrainConfig(data="glyphs", out="elsewhere", lr=0.5, workers=2)
@@ -76,6 +84,15 @@ def test_difference_names_what_changed():
         ({"gamma": -1}, "gamma must be a number of at least 0"),
         ({"holdout": 1.0}, "holdout must be below 1"),
         ({"batch_size": 10, "per_class": 4}, "batch_size 10 is not a multiple of per_class 4"),
+        ({"mixtures": 0}, "mixtures must be a number above 0"),
+        ({"mixtures": 1.5}, "mixtures must be at most 1, one for each image, got 1.5"),
+        ({"mixtures": 0.5, "method": "ism"}, "mixtures is for runs that mix images, which method ism does not"),
+        (
+            {"fit": True, "method": "mixup"},
+            "fit divides what the rule similar softens, which method mixup",
+        ),
+        ({"fit": True, "rule": "dissimilar"}, "fit divides what the rule similar softens"),
+        ({"fit": 1}, "fit must be true or false"),
     ],
 )
 def test_bad_options(options, words):

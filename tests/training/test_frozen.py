@@ -38,7 +38,9 @@ def streams(frozen, **changes):
     return stream, FrozenStream(stream, model, quiet), model
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "plain"}, {"ambiguity": ("cutmix", "mixup", "blur")}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"method": "plain"}, {"ambiguity": ("cutmix", "mixup", "blur")}, {"mixtures": 0.25}]
+)
 def test_features_are_those_of_the_batches_of_full_training(frozen, changes):
     stream, cached, model = streams(frozen, **changes)
     model.eval()
@@ -68,7 +70,11 @@ def test_methods_share_the_features_of_the_originals(frozen, monkeypatch, tmp_pa
     assert {path.name for path in tmp_path.glob("*.npy")} == before
     streams(frozen, seed=1)
     assert len(list(tmp_path.glob("crops-*.npy"))) == 2
-    assert mixed.parts[0].shape == plain.parts[0].shape
+    assert mixed.parts["crops"].shape == plain.parts["crops"].shape
+    kept = {path.name for path in tmp_path.glob("*.npy")}
+    _, fewer, _ = streams(frozen, mixtures=0.25)
+    assert {path.name for path in tmp_path.glob("*.npy")} == kept
+    assert fewer.parts["mixtures"].shape == mixed.parts["mixtures"].shape
 
 
 def test_another_trunk_has_other_features(frozen, monkeypatch, tmp_path):

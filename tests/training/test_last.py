@@ -41,7 +41,7 @@ def test_a_step_is_that_of_full_training(last, method):
     config = TrainConfig(out="-", **{**last, "method": method})
     stream = Stream(load_pixels(load_dataset(config.data).train, 37), config, 32, torch.device("cpu"))
     kept = FrozenStream(stream, build_model(image_size=32, embedding_dim=8), lambda done, total: None)
-    assert kept.parts[0].dtype == "float16"
+    assert kept.parts["crops"].dtype == "float16"
     numbers, activations = next(kept.batches(0, 0))
     batches = {tuple(n.tolist()): batch for n, batch in stream.batches(0, 0)}
     images = batches[tuple(numbers.tolist())]

@@ -121,7 +121,10 @@ def test_shares_cover_the_batch():
         shares.append(processes.share(rows))
     assert torch.equal(torch.stack(shares, dim=1).flatten(), rows)
     with pytest.raises(ValueError, match="batch_size 8 is not a multiple of the 3 processes"):
-        processes.require_shares(8)
+        processes.require_shares(8, 9)
+    with pytest.raises(ValueError, match="the number of mixtures in a batch, 8 is not a multiple of the 3 processes"):
+        processes.require_shares(9, 8)
+    processes.require_shares(9, 3)
 
 
 def test_bfloat16_is_refused_on_a_cpu(options, tmp_path):

@@ -66,6 +66,17 @@ def test_weighted_labels_without_mixtures_are_plain_labels():
     assert unmixed.lam is None
 
 
+@pytest.mark.parametrize(("lam", "parents"), [(0.9, [0]), (0.75, [0, 1]), (0.5, [0, 1]), (0.25, [0, 1]), (0.1, [1])])
+@pytest.mark.parametrize("loss", ["proxy_anchor", "multi_similarity"])
+def test_main_labels_leave_out_a_parent_with_less_than_a_quarter(loss, lam, parents):
+    value, _, embeddings, batch, criterion = one_step(loss, lam=lam, labels="main")
+    sets = [[int(row[0])] if row[1] < 0 else [int(row[i]) for i in parents] for row in batch.labels.ids]
+    expected = float(criterion(embeddings, LabelSets.of(sets), seed=3))
+    assert value == pytest.approx(expected, rel=1e-6)
+    both = float(criterion(embeddings, batch.labels, seed=3))
+    assert (value == pytest.approx(both, rel=1e-6)) == (len(parents) == 2)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_gradients_that_are_no_numbers_are_refused(bad):
     parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]  # the first has no gradient at all

@@ -40,12 +40,21 @@ class Batch:
     degraded: "Degradations | None" = None
 
 
-def apply_ambiguity(images: Tensor, labels: Tensor, kinds: Sequence[str], *, seed: int, epoch: int, step: int) -> Batch:
+def apply_ambiguity(
+    images: Tensor,
+    labels: Tensor,
+    kinds: Sequence[str],
+    *,
+    seed: int,
+    epoch: int,
+    step: int,
+    mixtures: int | None = None,
+) -> Batch:
     """A training batch with the given kinds of ambiguity, each with its defaults.
 
     ``low_resolution``, ``blur`` and ``occlusion`` act in place, in this order; then ``mixup`` or ``cutmix`` adds as
-    many mixed images. With both of these, each batch draws which one it gets. Every kind has its own random stream:
-    adding one changes nothing about the others.
+    many mixed images, or the first ``mixtures`` of them. With both of these, each batch draws which one it gets. Every
+    kind has its own random stream: adding one changes nothing about the others.
     """
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in kinds:
@@ -57,12 +66,14 @@ def apply_ambiguity(images: Tensor, labels: Tensor, kinds: Sequence[str], *, see
         images = blur(images, random_stream("blur", seed, epoch, step))
     if "occlusion" in kinds:
         images = occlude(images, random_stream("occlusion", seed, epoch, step))
-    mixtures = [kind for kind in MIXTURES if kind in kinds]
-    if not mixtures:
+    mixing = [kind for kind in MIXTURES if kind in kinds]
+    if not mixing:
         unmixed = torch.zeros(len(images), dtype=torch.bool, device=images.device)
         return Batch(images, LabelSets(_labels_of(images, labels)), unmixed)
-    choice = torch.randint(len(mixtures), (), generator=random_stream("kind of mixture", seed, epoch, step))
-    return with_mixtures(images, labels, mixtures[int(choice)], random_stream("mixture", seed, epoch, step))
+    choice = torch.randint(len(mixing), (), generator=random_stream("kind of mixture", seed, epoch, step))
+    whole = with_mixtures(images, labels, mixing[int(choice)], random_stream("mixture", seed, epoch, step))
+    kept = slice(len(images) + (len(images) if mixtures is None else mixtures))
+    return Batch(whole.images[kept], whole.labels[kept], whole.mixed[kept], whole.lam)
 
 
 def with_mixtures(

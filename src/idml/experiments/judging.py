@@ -159,7 +159,7 @@ def _course_of(config: TrainConfig, run: Path) -> dict[str, Any]:
     """How training went: images seen, the time of its steps, u at its end, and means over each epoch."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    images = config.batch_size * (2 if {"mixup", "cutmix"} & set(config.kinds) else 1)
+    images = config.batch_size + config.mixed_images
     found: dict[str, Any] = {
         "images_seen": len(steps) * images,
         "training_seconds": round(sum(images / row["images/s"] for row in steps), 1),

@@ -137,9 +137,9 @@ def _job_names(store: Store, at: Course, seeds: int) -> list[str]:
 
 
 def expected_images(config: TrainConfig, images: int) -> float:
-    """How many images a run sees in training; mixtures double them."""
-    doubled = 2 if {"mixup", "cutmix"} & set(config.kinds) else 1
-    return config.epochs * images * (1 - config.holdout) * doubled
+    """How many images a run sees in training, mixtures among them."""
+    mixed = 1 + config.mixed_images / config.batch_size
+    return config.epochs * images * (1 - config.holdout) * mixed
 
 
 def _training_images(data: str) -> int:

@@ -15,7 +15,8 @@ def build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | Probab
         if not issubclass(LOSSES.get(config.loss, ProxyLoss), ProxyLoss):
             raise ValueError(f"proxy_uncertainty is for losses with proxies: {config.loss} has none")
         options = {"proxy_uncertainty": True}
-    metric = IntrospectiveMetric(config.tau, config.gamma, config.rule if config.introspective else "off", config.beta)
+    rule = config.rule if config.introspective else "off"
+    metric = IntrospectiveMetric(config.tau, config.gamma, rule, config.beta, config.fit)
     loss = build_loss(config.loss, metric=metric, num_classes=classes, embedding_dim=config.embedding_dim, **options)
     model = build_model(
         config.trunk,

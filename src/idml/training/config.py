@@ -13,7 +13,7 @@ Method = Literal["idml", "ism", "mixup", "plain", "constant", "constant-mixup", 
 Ambiguity = Literal["mixup", "cutmix", "low_resolution", "blur", "occlusion"]
 Schedule = Literal["constant", "step", "cosine"]
 Rule = Literal["similar", "dissimilar", "release"]
-Labels = Literal["sets", "weighted"]
+Labels = Literal["sets", "weighted", "main"]
 Precision = Literal["float32", "bfloat16"]
 Beta = Literal["sum", "norms", "relative"]
 Train = Literal["all", "last", "heads"]
@@ -36,7 +36,10 @@ class TrainConfig:
     ambiguity: tuple[Ambiguity, ...] = ()
     """Kinds of ambiguous images to train on, beside those of the method."""
     labels: Labels = "sets"
-    """A mixture has the set of its parents' labels, or (weighted) the λ-weighted mean of the losses with each."""
+    """A mixture has the set of its parents' labels; main: but not that of a parent with less than a quarter; weighted:
+    the λ-weighted mean of the losses with each."""
+    mixtures: float = 1.0
+    """Mixtures in a batch, for each image of it (mixup, cutmix)."""
     rule: Rule = "similar"
     """How methods idml and ism soften: similar is the method, dissimilar and release are for comparison."""
     tau: float = 5.0
@@ -45,6 +48,8 @@ class TrainConfig:
     """Introspective bias of the metric (the paper: 3 for Cars196, else 0)."""
     beta: Beta = "sum"
     """Uncertainty of a pair: sum is ‖u₁ + u₂‖, norms is ‖u₁‖ + ‖u₂‖, relative is sum over its mean in the batch."""
+    fit: bool = False
+    """Divide by the mean weight of the batch, so that the loss's thresholds fit the metric as they do the plain one."""
     proxy_uncertainty: bool = False
     """Give the proxies an uncertainty that is learned, instead of u = 0 (proxy losses)."""
     trunk: str = "tf_efficientnet_lite0"
@@ -146,7 +151,7 @@ class TrainConfig:
             _require_number(name, getattr(self, name), at_least=1, whole=True)
         for name in ("per_class", "micro_batch", "u_hidden", "warmup_epochs", "workers", "seed"):
             _require_number(name, getattr(self, name), at_least=0, whole=True)
-        for name in ("tau", "lr", "proxy_lr", "u_lr", "clip", "step_factor"):
+        for name in ("tau", "lr", "proxy_lr", "u_lr", "clip", "step_factor", "mixtures"):
             _require_number(name, getattr(self, name), above=0)
         for name in ("gamma", "weight_decay", "holdout", "label_noise", "u_penalty"):
             _require_number(name, getattr(self, name), at_least=0)
@@ -182,6 +187,12 @@ class TrainConfig:
         """The kinds of ambiguity of this run, the method's own included."""
         own = ("mixup",) if self.method in _WITH_MIXUP and not self._mixes else ()
         return (*self.ambiguity, *own)
+
+    @property
+    def mixed_images(self) -> int:
+        """How many mixtures a batch has."""
+        mixes = {"mixup", "cutmix"} & {*self.kinds}
+        return max(1, round(self.mixtures * self.batch_size)) if mixes else 0
 
     @property
     def starts_from_weights(self) -> bool:

@@ -7,6 +7,8 @@ degraded copies lie in files of their own, so that methods share what they have 
 """
 
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,11 +35,11 @@ class FrozenStream:
         in_place = [kind for kind in config.kinds if kind in IN_PLACE]
         mixtures = [kind for kind in config.kinds if kind in MIXTURES]
         key = (config.seed, config.batch_size, config.per_class, self.crops, stream.size, in_place)
-        self.parts = [self._rows("crops", key, progress)]
+        self.parts = {"crops": self._rows("crops", key, progress)}
         if mixtures:
-            self.parts.append(self._rows("mixtures", (*key, mixtures), progress))
+            self.parts["mixtures"] = self._rows("mixtures", (*key, mixtures), progress)
         if config.introspection == "graded":
-            self.parts.append(self._rows("degraded", key, progress))
+            self.parts["degraded"] = self._rows("degraded", key, progress)
 
     def plan(self, epoch: int) -> list[Tensor]:
         """The numbers of the images of each batch of an epoch."""
@@ -48,16 +50,15 @@ class FrozenStream:
         planned = epoch % self.crops
         for i in self._order(epoch)[skip:]:
             numbers, row = self.plans[planned][i], planned * self.steps + i
-            rows = [torch.from_numpy(part[row].copy()) for part in self.parts]
-            yield numbers, self._labelled(torch.cat(rows).to(self.stream.device), numbers, planned, row)
+            yield numbers, self._batch(numbers, planned, row)
 
     @torch.no_grad()
     def features(self, model: Model) -> Tensor:
         """The trunk's features of one crop of every image."""
         if not self.kept.last:
-            return torch.from_numpy(self.parts[0][: self.steps].copy()).flatten(0, 1)
+            return torch.from_numpy(self.parts["crops"][: self.steps].copy()).flatten(0, 1)
         model.trunk.eval()
-        rows = (torch.from_numpy(self.parts[0][i].copy()).to(self.stream.device) for i in range(self.steps))
+        rows = (torch.from_numpy(self.parts["crops"][i].copy()).to(self.stream.device) for i in range(self.steps))
         return torch.cat([model.stages.features(batch) for batch in rows])
 
     def _order(self, epoch: int) -> list[int]:
@@ -65,24 +66,28 @@ class FrozenStream:
         order: list[int] = torch.randperm(self.steps, generator=generator).tolist()
         return order
 
-    def _labelled(self, rows: Tensor, numbers: Tensor, planned: int, row: int) -> Batch:
+    def _batch(self, numbers: Tensor, planned: int, row: int) -> Batch:
         """λ and the label sets follow from the same draws as the pixels did, whatever the pixels are."""
-        config = self.stream.config
-        labels = self.stream.pixels.images.labels[numbers].to(rows.device)
+        config, device = self.stream.config, self.stream.device
+        labels = self.stream.pixels.images.labels[numbers].to(device)
         kinds = [kind for kind in config.kinds if kind in MIXTURES]
-        dots = torch.zeros(len(numbers), 1, 1, 1, device=rows.device)
-        drawn = apply_ambiguity(dots, labels, kinds, seed=config.seed, epoch=planned, step=row)
+        dots, mixed = torch.zeros(len(numbers), 1, 1, 1, device=device), config.mixed_images
+        drawn = apply_ambiguity(dots, labels, kinds, seed=config.seed, epoch=planned, step=row, mixtures=mixed)
+        wanted = {"mixtures": mixed}  # of the others all
+        rows = [torch.from_numpy(part[row, : wanted.get(name)].copy()) for name, part in self.parts.items()]
         degraded = self.stream.degradations(len(numbers), planned, row)
-        return Batch(rows, drawn.labels, drawn.mixed, drawn.lam, degraded)
+        return Batch(torch.cat(rows).to(device), drawn.labels, drawn.mixed, drawn.lam, degraded)
 
     def _rows(self, name: str, key: tuple[Any, ...], progress: Progress) -> NDArray[Any]:
         count, size = self.crops * self.steps, self.stream.config.batch_size
+        stream = copy(self.stream)
+        stream.config = replace(stream.config, mixtures=1.0)  # for all runs, however many mixtures they want
 
         def fill(array: NDArray[Any]) -> None:
             for row in range(count):
                 planned, i = divmod(row, self.steps)
                 numbers = self.plans[planned][i]
-                batch = self.stream.prepare(numbers, self.stream.pixels.batch(numbers), planned, row)
+                batch = stream.prepare(numbers, stream.pixels.batch(numbers), planned, row)
                 rows = {"crops": slice(size), "mixtures": slice(size, 2 * size), "degraded": slice(-size, None)}[name]
                 array[row] = self.kept.of(batch.images[rows])
                 progress((row + 1) * len(numbers), count * len(numbers))

@@ -66,7 +66,7 @@ def train(
     device = processes.device
     if config.precision != "float32" and device.type == "cpu":
         raise ValueError(f"precision {config.precision} needs a GPU: on a CPU it is slower than float32, or crashes")
-    processes.require_shares(config.batch_size)
+    processes.require_shares(config.batch_size, config.mixed_images)
     if not processes.first:
         report, note = lambda row: None, lambda text: None
     with contextlib.ExitStack() as stack:

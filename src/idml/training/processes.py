@@ -5,6 +5,7 @@ of the whole batch, and the trunk's and heads' gradients are summed. What belong
 gradient everywhere, so it needs no exchange.
 """
 
+import atexit
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ class Processes:
         self.count, self.rank, self.device = state.num_processes, state.process_index, state.device
         self.first = self.rank == 0
         """Whether this process writes files and reports."""
+        if self.count > 1:
+            atexit.unregister(_leave)  # so that it is there once
+            atexit.register(_leave)
 
-    def require_shares(self, batch_size: int) -> None:
+    def require_shares(self, batch_size: int, mixtures: int) -> None:
         """Refuse a batch that cannot be shared equally."""
-        if batch_size % self.count:
-            raise ValueError(f"batch_size {batch_size} is not a multiple of the {self.count} processes")
+        for name, count in (("batch_size", batch_size), ("the number of mixtures in a batch,", mixtures)):
+            if count % self.count:
+                raise ValueError(f"{name} {count} is not a multiple of the {self.count} processes")
 
     def share(self, rows: Tensor) -> Tensor:
         """Every count-th row, so that all shares hold originals and mixtures alike."""
@@ -77,6 +82,12 @@ class Processes:
         flags = torch.tensor(float(flag), device=self.device)
         distributed.all_reduce(flags)
         return bool(flags > 0)
+
+
+def _leave() -> None:
+    """Part from the other processes in order: what ends without can be aborted by its own threads."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 class _Gather(torch.autograd.Function):

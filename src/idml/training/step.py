@@ -13,6 +13,8 @@ from idml.training.config import TrainConfig
 from idml.training.introspection import Introspection
 from idml.training.processes import Processes
 
+_MAIN = 0.75  # a parent with a larger share of a mixture gives it its only label, if the labels are `main`
+
 
 def learn(
     batch: Batch,
@@ -89,7 +91,7 @@ def _pull(part: Embeddings, whole: Embeddings, start: int) -> None:
 def _loss_of(
     loss: nn.Module, embeddings: Embeddings, batch: Batch, config: TrainConfig, seed: int, enters: Tensor | None
 ) -> Tensor:
-    """The loss with label sets, or with each parent's label, weighted: λ·L(l₁) + (1 − λ)·L(l₂)."""
+    """The loss with label sets, or with each parent's label, weighted: λ·L(l₁) + (1 − λ)·L(l₂); one λ for the batch."""
     labels = batch.labels
     if enters is not None:
         if not bool(enters.any()):
@@ -98,11 +100,15 @@ def _loss_of(
     if config.constant:
         embeddings = Embeddings.certain(embeddings.semantic)
     if config.labels == "sets" or batch.lam is None:
-        value: Tensor = loss(embeddings, labels, seed=seed)
-        return value
-    first, second = labels.ids[:, 0], labels.ids[:, -1]
-    second = torch.where(second < 0, first, second)
-    weighted: Tensor = batch.lam * loss(embeddings, LabelSets(first), seed=seed) + (1 - batch.lam) * loss(
-        embeddings, LabelSets(second), seed=seed
-    )
-    return weighted
+        return _loss(loss, embeddings, labels, seed)
+    ids = labels.ids
+    first, second = LabelSets(ids[:, 0]), LabelSets(torch.where(ids[:, -1] < 0, ids[:, 0], ids[:, -1]))
+    if config.labels == "main":
+        main = first if batch.lam > _MAIN else second if batch.lam < 1 - _MAIN else labels
+        return _loss(loss, embeddings, main, seed)
+    return batch.lam * _loss(loss, embeddings, first, seed) + (1 - batch.lam) * _loss(loss, embeddings, second, seed)
+
+
+def _loss(loss: nn.Module, embeddings: Embeddings, labels: LabelSets, seed: int) -> Tensor:
+    value: Tensor = loss(embeddings, labels, seed=seed)
+    return value

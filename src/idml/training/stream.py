@@ -43,7 +43,8 @@ class Stream:
         seed = self.config.seed
         crops = crop_and_flip(images.to(self.device), self.size, random_stream("crop", seed, epoch, step))
         labels = self.pixels.images.labels[numbers].to(self.device)
-        batch = apply_ambiguity(crops, labels, self.config.kinds, seed=seed, epoch=epoch, step=step)
+        kinds, mixed = self.config.kinds, self.config.mixed_images
+        batch = apply_ambiguity(crops, labels, kinds, seed=seed, epoch=epoch, step=step, mixtures=mixed)
         degraded = self.degradations(len(numbers), epoch, step)
         if degraded is None:
             return batch

@@ -20,6 +20,10 @@ def _require_batches(config: "TrainConfig") -> None:
     for name in ("holdout", "label_noise"):
         if getattr(config, name) >= 1:
             raise ValueError(f"{name} must be below 1, got {getattr(config, name)}")
+    if config.mixtures > 1:
+        raise ValueError(f"mixtures must be at most 1, one for each image, got {config.mixtures}")
+    if config.mixtures < 1 and not config.mixed_images:
+        raise ValueError(f"mixtures is for runs that mix images, which method {config.method} does not")
     if config.per_class and config.batch_size % config.per_class:
         raise ValueError(f"batch_size {config.batch_size} is not a multiple of per_class {config.per_class}")
 
@@ -54,6 +58,8 @@ def _require_uncertainty(config: "TrainConfig") -> None:
             raise ValueError(f"beta {config.beta} is about the u of pairs, which method {method} does not compare")
         if config.rule == "release":
             raise ValueError("rule release adds the vectors, as the released code does: beta must be sum")
+    if config.fit and not (config.introspective and config.rule == "similar"):
+        raise ValueError(f"fit divides what the rule similar softens, which method {config.method} does not use")
     if config.proxy_uncertainty and (not config.introspective or config.constant):
         raise ValueError(f"proxy_uncertainty gives the proxies a u, which method {method} does not compare")
     for name, idle in (("u_penalty", 0), ("u_lr", 1), ("u_hidden", 0)):
