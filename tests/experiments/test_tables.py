@@ -3,6 +3,8 @@
 import csv
 import dataclasses
 import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,10 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     assert rows[3]["over"] in ("raw features", "plain")
     assert int(rows[2]["images seen"]) == int(rows[3]["images seen"]) == 2 * int(rows[1]["images seen"])
     assert float(rows[3]["weight"]) <= 1
+    chosen = list((out / "cells-folder-frozen").glob(f"proxy_anchor-plain-lr={float(rows[1]['lr'])}-*"))
+    held_out = [100 * json.loads(cell.read_text())["selected_score"] for cell in chosen]
+    assert len(held_out) == 2
+    assert float(rows[1]["held-out"]) == pytest.approx(sum(held_out) / 2, abs=0.051)
     assert ("plain in disguise" in rows[3]["remark"]) == (float(rows[3]["weight"]) > 0.98)
     assert len(list(csv.DictReader((folder / "per_seed.csv").open()))) == 10
     assert set(found["claims"]) == {"IDML improves ProxyAnchor", "a learned u adds to a constant one, ProxyAnchor"}
@@ -143,6 +149,10 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     assert main(["reproduce", "results", "--out", str(out)]) == 0
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| IDML improves ProxyAnchor | folder, frozen |" in text
+    theirs = text[text.index("## The paper's claims: ") :].partition("\n## ")[0]
+    counted = re.findall(r"(\d+) ([a-z ]+)", theirs.splitlines()[0])
+    told = Counter(line.split(" | ")[2] for line in theirs.splitlines() if "folder, frozen |" in line)
+    assert told == {word: int(count) for count, word in counted} != {}
     assert "Not run yet, or less than half: table2 (folder, frozen)" in text
     assert "Table 5" in text  # its rows are shared with Table 1
     assert "idml reproduce table1 --data folder:PATH" in text

@@ -14,8 +14,8 @@ from idml.experiments.table import Table
 
 HEADER = [
     "loss", "arm", "R@1", "paper", "RP", "paper", "MAP@R", "paper", "NMI", "paper", "R@1 gain", "MAP@R gain", "over",
-    "paper's R@1 gain", "weight", "spread of ‖u‖", "AUROC mixed", "R-AUROC", "AUROC wrong labels", "images seen", "lr",
-    "seeds", "s", "remark",
+    "paper's R@1 gain", "weight", "spread of ‖u‖", "AUROC mixed", "R-AUROC", "AUROC wrong labels", "held-out",
+    "images seen", "lr", "seeds", "s", "remark",
 ]  # fmt: skip
 _FIGURES = {"R@1": "recall@1", "RP": "r_precision", "MAP@R": "map@r"}
 
@@ -50,6 +50,7 @@ def _row(found: Found, course: Course) -> list[str]:
     weight = mean_weight(course.runs)
     row.append("" if weight is None else f"{weight:.3f}")
     row += [_mean(runs, key, 2) for key in ("level_spread", "auroc_mixed", "r_auroc", "auroc_wrong")]
+    row.append(f"{100 * statistics.mean(run['selected_score'] for run in runs):.1f}" if runs else "")
     row.append(f"{statistics.mean(run['images_seen'] for run in runs):,.0f}" if runs else "")
     row += ["" if course.rate is None else f"{course.rate:g}", str(len(runs)), _mean(runs, "seconds", 0)]
     return [*row, _remark(course, weight)]

@@ -135,6 +135,8 @@ def _levels(arms: Arms) -> Table:
     return Table("Figure: ‖u‖ of clean and mixed test images", tuple(rows), tuple(claims))
 
 
+OWN = ("noise", "beta", "proxies", "introspection", "settings")
+"""Tables whose claims are questions of our own, not the paper's."""
 TABLES: dict[str, Callable[[Arms], Table]] = {
     "table1": _table1,
     "table2": _table2,
