@@ -12,12 +12,14 @@ import pytest
 from idml.cli import main
 from idml.experiments import protocol, tables
 from idml.experiments.arms import LOSSES, TWICE, Arms
+from idml.experiments.claims import DISGUISE
 from idml.experiments.paper import paper_figure, paper_numbers
 from idml.experiments.protocol import course, missing_cells
 from idml.experiments.regimes import regime_for
 from idml.experiments.reproduce import reproduce_table
 from idml.experiments.store import RAW, Store
 from idml.experiments.tables import TABLES
+from idml.experiments.tables_beyond import FOUND
 
 
 def table(what, data="cub:x", **regime):
@@ -159,6 +161,22 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     page = (tmp_path / "docs" / "results.html").read_text()
     assert page.count("<svg") >= 3
     assert str(tmp_path) not in text + page
+
+
+def test_the_settings_found_have_the_best_held_out_score():
+    """From the stored cells: of the settings on CUB that are not plain in disguise."""
+    regime = regime_for("cub")
+    made = TABLES["settings"](Arms("cub", regime))
+    store = Store(Path(__file__).parents[2] / "results", "cub", regime, lambda text: None)
+    usual = {"plain", "mixup", "ism", "idml"}
+    for loss, name in FOUND.items():
+        scores = {}
+        for arm in (arm for arm in made.arms if arm.loss == loss and arm.name not in usual):
+            runs = course(store, arm, regime.seeds).runs
+            assert len(runs) == regime.seeds, arm
+            if sum(run["weight"] for run in runs.values()) / len(runs) <= DISGUISE:
+                scores[arm.name] = sum(run["selected_score"] for run in runs.values())
+        assert name == max(scores, key=scores.get), scores
 
 
 def test_workers_wait_for_each_other(patterns, small, tmp_path, monkeypatch):

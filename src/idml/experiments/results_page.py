@@ -94,7 +94,9 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
     for data, regime in stored_regimes(out):
         store = Store(out, data, regime, note)
         for what, build in TABLES.items():
-            if (what == "finetune") != (regime.name in _CHOSEN) and regime.name != "paper":
+            if regime.name in _CHOSEN and what not in ("finetune", "found"):
+                continue
+            if what == "finetune" and regime.name not in (*_CHOSEN, "paper"):
                 continue
             made = build(Arms(data, regime))
             section = Section(what, made, found_of(made, store, regime.seeds), store, regime.seeds)
