@@ -127,6 +127,9 @@ def test_every_loss_equals_its_mean_over_samples(name):
     ):
         torch.testing.assert_close(a, b)
         assert a.abs().max() > 0
+    largest = [ProbabilisticLoss(loss, samples=4)(e, labels, seed=2**63 - 1) for _ in range(2)]
+    assert torch.isfinite(largest[0])
+    assert torch.equal(*largest)  # the seeds of steps are that large
 
 
 @pytest.mark.parametrize(

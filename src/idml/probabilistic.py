@@ -15,6 +15,7 @@ from idml.losses.base import MetricLoss
 
 LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
 LOG_VARIANCE_RANGE = (-14.0, 4.0)
+_SEEDS = 1 << 63  # how many a generator knows
 
 
 def standard_deviation(log_variance: Tensor) -> Tensor:
@@ -98,6 +99,6 @@ class ProbabilisticLoss(nn.Module):
         if not isinstance(embeddings, Embeddings):
             raise ValueError("PEL needs Embeddings(semantic=μ, uncertainty=σ), not a plain tensor")
         drawn = sample(embeddings, self.samples, seed)
-        seeds = [None if seed is None else seed * self.samples + k for k in range(self.samples)]
+        seeds = [None if seed is None else (seed * self.samples + k) % _SEEDS for k in range(self.samples)]
         losses = torch.stack([self.loss(x, labels, seed=s) for x, s in zip(drawn, seeds, strict=True)])
         return losses.mean() + self.kl_weight * kl_to_standard_normal(embeddings)

@@ -118,7 +118,7 @@ class Store:
                 self.note(f"{cell.name}: begun anew: {error}")
                 shutil.rmtree(run)
                 metrics = train(config, resume=True, dataset=dataset, pages=False, report=report)
-            elif re.match(r"step \d+: ", str(error)):
+            elif re.match(r"step \d+: .*\b(nan|inf|NaN or infinity)\b", str(error)):
                 return {"failed": str(error).partition("; images")[0]}
             else:
                 raise
