@@ -152,6 +152,9 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| IDML improves ProxyAnchor | folder, frozen |" in text
     theirs = text[text.index("## The paper's claims: ") :].partition("\n## ")[0]
+    ours = text[text.index("## Questions of our own: ") :]
+    assert "| a learned u adds to a constant one, ProxyAnchor |" in ours  # asked in Table 1, but not by the paper
+    assert "adds to a constant one" not in theirs
     counted = re.findall(r"(\d+) ([a-z ]+)", theirs.splitlines()[0])
     told = Counter(line.split(" | ")[2] for line in theirs.splitlines() if "folder, frozen |" in line)
     assert told == {word: int(count) for count, word in counted} != {}

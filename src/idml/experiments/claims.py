@@ -73,6 +73,8 @@ class Gain:
     over: Key | None = None
     wanted: bool = True
     """False: the claim is that there is no gain."""
+    own: bool = False
+    """Whether it is a question of ours among the paper's claims."""
 
     def judge(self, found: Found) -> Verdict:
         """By the interval of the paired difference in R@1."""

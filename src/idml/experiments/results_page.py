@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from idml.experiments import step
 from idml.experiments.arms import Arms
-from idml.experiments.claims import CANNOT_TELL, CONFIRMED, MISSING, NOT_CONFIRMED, Found, Verdict
+from idml.experiments.claims import CANNOT_TELL, CONFIRMED, MISSING, NOT_CONFIRMED, Claim, Found, Verdict
 from idml.experiments.compare import ROUNDS
 from idml.experiments.drawing import plot_of
 from idml.experiments.regimes import Regime, known_regime
@@ -102,14 +102,18 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
             section = Section(what, made, found_of(made, store, regime.seeds), store, regime.seeds)
             run = sum(bool(at.runs) for at in section.found.courses.values())
             (sections if 2 * run >= len(made.arms) else missing).append(section)  # rows are shared: a few say little
-    verdicts = [(s, claim.text, claim.judge(s.found)) for s in sections for claim in s.table.claims]
+    verdicts = [(s, claim, claim.judge(s.found)) for s in sections for claim in s.table.claims]
     docs.mkdir(parents=True, exist_ok=True)
     write_whole(docs / "results.md", _markdown(out, sections, missing, verdicts).encode())
     write_whole(docs / "results.html", _html(out, sections, missing, verdicts))
     counts = {word: sum(v.word == word for *_, v in verdicts) for word in _WORDS}
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     text = f"{len(sections)} tables, {len(verdicts)} claims: {told}; {docs / 'results.md'}, {docs / 'results.html'}"
-    return {"table": text, "verdicts": [[s.name, text, v.word, v.reason] for s, text, v in verdicts], "counts": counts}
+    return {
+        "table": text,
+        "verdicts": [[s.name, claim.text, v.word, v.reason] for s, claim, v in verdicts],
+        "counts": counts,
+    }
 
 
 _WORDS = (CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING)
@@ -122,14 +126,14 @@ def stored_regimes(out: Path) -> list[tuple[str, Regime]]:
     return [(data, known_regime(name, data)) for data, name in names]
 
 
-def _claims(verdicts: list[tuple[Section, str, Verdict]]) -> list[tuple[str, list[list[str]]]]:
+def _claims(verdicts: list[tuple[Section, Claim, Verdict]]) -> list[tuple[str, list[list[str]]]]:
     """The paper's claims and our own questions, those of shared rows once; a title with their count for each."""
     out = []
     for title, own in (("The paper's claims", False), ("Questions of our own", True)):
         told = [
-            (text, f"{s.found.data}, {s.store.regime.name}", verdict.word, verdict.reason)
-            for s, text, verdict in verdicts
-            if (s.what in OWN) == own
+            (claim.text, f"{s.found.data}, {s.store.regime.name}", verdict.word, verdict.reason)
+            for s, claim, verdict in verdicts
+            if (s.what in OWN or getattr(claim, "own", False)) == own
         ]
         rows = [list(row) for row in dict.fromkeys(told)]
         counts = (f"{sum(row[2] == word for row in rows)} {word}" for word in _WORDS if any(r[2] == word for r in rows))
@@ -163,7 +167,7 @@ def _agree() -> bool:
 
 
 def _markdown(
-    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, str, Verdict]]
+    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, Claim, Verdict]]
 ) -> str:
     parts = ["# Results", *_INTRO, "The same with plots: [results.html](results.html)."]
     for title, rows in _claims(verdicts):
@@ -178,7 +182,7 @@ def _markdown(
 
 
 def _html(
-    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, str, Verdict]]
+    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, Claim, Verdict]]
 ) -> bytes:
     def paragraph(text: str) -> str:
         return f"<p>{html.escape(text)}</p>"

@@ -27,7 +27,7 @@ def _table1(arms: Arms) -> Table:
     rows.append(arms.release())
     claims = [Gain(f"IDML improves {name}", (loss, "idml")) for loss, name in LOSSES.items()]
     learned = [
-        Gain(f"a learned u adds to a constant one, {name}", (loss, "idml"), (loss, "constant-mixup"))
+        Gain(f"a learned u adds to a constant one, {name}", (loss, "idml"), (loss, "constant-mixup"), own=True)
         for loss, name in LOSSES.items()
     ]
     return Table("Table 1: seven losses, plain and with IDML", tuple(rows), (*claims, *learned))
@@ -46,7 +46,7 @@ def _table2(arms: Arms) -> Table:
             Gain(f"IDML improves {name} beyond Mixup", (loss, "idml"), (loss, "mixup")),
             Gain(f"IDML improves {name} beyond the metric", (loss, "idml"), (loss, "ism")),
             Gain(f"PEL is below plain {name}", (loss, "plain"), (loss, "pel")),
-            Gain(f"the learned u of the metric adds to a constant one, {name}", (loss, "ism"), (loss, "constant")),
+            Gain(f"the metric's learned u adds to a constant one, {name}", (loss, "ism"), (loss, "constant"), own=True),
         ]
     return Table("Table 2: the parts of IDML, and PEL", tuple(rows), tuple(claims))
 
