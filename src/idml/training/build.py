@@ -1,5 +1,6 @@
 """The model and the loss that the options of a run describe."""
 
+from idml.folding import fold_frozen_normalisation
 from idml.losses import LOSSES, MetricLoss, ProxyLoss, build_loss
 from idml.metric import IntrospectiveMetric
 from idml.model import Model, build_model
@@ -30,6 +31,8 @@ def build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | Probab
     )
     if config.part == "last":
         Stages(model.trunk)  # refuses a trunk whose last stage is not known
+    elif config.part == "all" and config.normalises_frozen:
+        fold_frozen_normalisation(model.trunk)
     if config.constant:
         model.uncertainty.silence()
     return model, ProbabilisticLoss(loss) if config.probabilistic else loss

@@ -200,6 +200,11 @@ class TrainConfig:
         return self.pretrained and self.trunk != "conv4"
 
     @property
+    def normalises_frozen(self) -> bool:
+        """Whether batch normalisation keeps the statistics of the pretrained weights."""
+        return self.freeze_bn and self.starts_from_weights
+
+    @property
     def _mixes(self) -> bool:
         return "mixup" in self.ambiguity or "cutmix" in self.ambiguity
 

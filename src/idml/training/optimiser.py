@@ -53,7 +53,7 @@ def set_modes(model: Model, config: TrainConfig, epoch: int) -> None:
     model.trunk.requires_grad_(False)
     for parameter in trunk_parameters(model, config):
         parameter.requires_grad_(epoch >= config.warmup_epochs)
-    if config.freeze_bn and config.starts_from_weights:
+    if config.normalises_frozen:
         for module in model.trunk.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()

@@ -29,7 +29,7 @@ def _require_batches(config: "TrainConfig") -> None:
 
 
 def _require_trunk(config: "TrainConfig") -> None:
-    if config.micro_batch and not (config.freeze_bn and config.starts_from_weights):
+    if config.micro_batch and not config.normalises_frozen:
         raise ValueError(
             "micro_batch needs frozen batch normalisation (pretrained weights and freeze_bn): otherwise each part "
             "would be normalised by itself and the result would differ from the whole batch"

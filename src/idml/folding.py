@@ -1,0 +1,156 @@
+"""A trunk whose batch normalisation is frozen, made faster: its formulas, and with them its weights, stay.
+
+With frozen statistics a normalisation behind a convolution is a scale and a shift of each channel, so that
+
+    γ (w ∗ x − μ) / √(σ² + ε) + b  =  (s w) ∗ x + (b − s μ),   s = γ / √(σ² + ε):
+
+one convolution instead of two passes over its output, and as many less on the way back. w, γ and b stay parameters.
+"""
+
+from collections import Counter
+from functools import lru_cache, partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_input
+
+from idml.trunks import Trunk
+
+_SMALL = 49
+"""Maps of at most this many positions are seen as vectors by `_SmallDepthwise`."""
+
+
+def fold_frozen_normalisation(trunk: Trunk) -> int:
+    """Computes each convolution of ``trunk`` and the frozen normalisation behind it as one; returns how many.
+
+    What follows what is seen by watching an image go through. The state of the trunk keeps its names, and a trunk
+    whose features would come out differently stays as it was.
+    """
+    weight = trunk.mean
+    image = torch.rand(1, weight.shape[1], trunk.image_size, trunk.image_size, generator=torch.Generator())
+    image, modes = image.to(weight), {module: module.training for module in trunk.modules()}
+    trunk.eval()
+    with torch.no_grad():
+        pairs, before = _watch(trunk, image)
+        for convolution, norm in pairs:
+            cast(Any, convolution).forward = partial(_convolved, convolution, norm)
+            cast(Any, norm).forward = partial(_activated, norm)
+        same = torch.allclose(trunk(image), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    if not same:
+        for pair in pairs:
+            for part in pair:
+                del part.forward
+        pairs = []
+    for module, training in modes.items():
+        module.training = training
+    return len(pairs)
+
+
+def _watch(trunk: Trunk, image: Tensor) -> tuple[list[tuple[nn.Conv2d, nn.BatchNorm2d]], Tensor]:
+    """The convolutions whose outcome goes straight into a normalisation, with it, and the features of ``image``."""
+    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # the tensors are kept, so that no two have the same id
+    pairs: list[tuple[nn.Conv2d, nn.BatchNorm2d]] = []
+    uses: Counter[nn.Module] = Counter()
+
+    def after(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        uses[module] += 1
+        made[id(output)] = cast(nn.Conv2d, module), output
+
+    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        uses[module] += 1
+        if id(inputs[0]) in made:
+            pairs.append((made[id(inputs[0])][0], cast(nn.BatchNorm2d, module)))
+
+    hooks = []
+    for module in trunk.modules():
+        if type(module).__name__ in ("Conv2d", "Conv2dSame"):
+            hooks.append(module.register_forward_hook(after))
+        elif type(module).__name__ in ("BatchNorm2d", "BatchNormAct2d"):
+            hooks.append(module.register_forward_pre_hook(before))
+    try:
+        features = trunk(image)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [(c, n) for c, n in pairs if uses[c] == uses[n] == 1 and c.padding_mode == "zeros" and _known(n)], features
+
+
+def _known(norm: nn.BatchNorm2d) -> bool:
+    return norm.affine and norm.running_mean is not None
+
+
+def _convolved(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """(s w) ∗ x + (b − s μ)."""
+    mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+    scale = norm.weight * torch.rsqrt(variance + norm.eps)
+    weight, shift = convolution.weight * scale.view(-1, 1, 1, 1), norm.bias - mean * scale
+    if convolution.bias is not None:
+        shift = shift + convolution.bias * scale
+    padding = convolution.padding
+    if type(convolution).__name__ == "Conv2dSame":
+        from timm.layers.padding import pad_same
+
+        x, padding = pad_same(x, list(convolution.kernel_size), list(convolution.stride)), (0, 0)
+    if _is_small_depthwise(convolution, padding, x):
+        return cast(Tensor, _SmallDepthwise.apply(x, weight, shift))
+    return F.conv2d(x, weight, shift, convolution.stride, padding, convolution.dilation, convolution.groups)
+
+
+def _activated(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """What is left of a normalisation: timm's bring the activation with them."""
+    act = getattr(norm, "act", None)
+    if act is None:
+        return x
+    if isinstance(act, nn.Hardtanh):  # in place it would first copy what it needs on the way back
+        return F.hardtanh(x, act.min_val, act.max_val)
+    return cast(Tensor, act(cast(Any, norm).drop(x)))
+
+
+def _is_small_depthwise(convolution: nn.Conv2d, padding: Any, x: Tensor) -> bool:
+    kernel = convolution.kernel_size
+    return (
+        convolution.groups == convolution.in_channels == convolution.out_channels > 1
+        and convolution.stride == convolution.dilation == (1, 1)
+        and kernel[0] == kernel[1] == 2 * padding[0] + 1 == 2 * padding[1] + 1
+        and x.shape[2] * x.shape[3] <= _SMALL
+        and x.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class _SmallDepthwise(torch.autograd.Function):
+    """A depthwise convolution of small maps (stride 1, size kept), with a gradient of the weights by matrix products.
+
+    On a map of p positions the filter of a channel is a p × p matrix T, T[a, b] = w[b − a]. Its gradient is Σ g xᵀ over
+    the images, and that of w[d] the sum over the places with b − a = d. oneDNN takes a slow way for such maps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.conv2d(x, weight, shift, padding=weight.shape[-1] // 2, groups=len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (g,), (channels, _, side, _), (_, _, height, width) = gradients, weight.shape, x.shape
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = conv2d_input(x.shape, weight, g, padding=side // 2, groups=channels)
+        g_maps, x_maps = (v.transpose(0, 1).flatten(2).contiguous() for v in (g, x))  # [channels, n, positions]
+        of_matrix = torch.bmm(g_maps.transpose(1, 2), x_maps).flatten(1)
+        of_weight = of_matrix @ _offsets(height, width, side).to(of_matrix)
+        return of_x, of_weight.view_as(weight), g_maps.sum(dim=(1, 2))
+
+
+@lru_cache
+def _offsets(height: int, width: int, side: int) -> Tensor:
+    """Which entry of a filter stands where in its matrix [positions · positions, side · side], as 0 and 1."""
+    y, x = torch.arange(height), torch.arange(width)
+    down = (y[None, :] - y[:, None] + side // 2)[:, None, :, None].expand(height, width, height, width)
+    right = (x[None, :] - x[:, None] + side // 2)[None, :, None, :].expand(height, width, height, width)
+    inside = (down >= 0) & (down < side) & (right >= 0) & (right < side)
+    entry = torch.where(inside, down * side + right, side * side).flatten()
+    return F.one_hot(entry, side * side + 1)[:, :-1].float()
