@@ -123,7 +123,8 @@ def test_small_depthwise_against_autograd(height, width, side):
 
 
 @pytest.mark.parametrize(
-    ("options", "folded"), [({}, True), ({"freeze_bn": False}, False), ({"freeze_trunk": True}, False)]
+    ("options", "folded"),
+    [({}, True), ({"freeze_bn": False}, False), ({"train": "last"}, True), ({"freeze_trunk": True}, False)],
 )
 def test_a_run_folds_what_it_freezes(options, folded):
     config = TrainConfig(data="-", out="-", image_size=64, **options)

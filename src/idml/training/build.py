@@ -31,7 +31,7 @@ def build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | Probab
     )
     if config.part == "last":
         Stages(model.trunk)  # refuses a trunk whose last stage is not known
-    elif config.part == "all" and config.normalises_frozen:
+    if config.part != "heads" and config.normalises_frozen:
         fold_frozen_normalisation(model.trunk)
     if config.constant:
         model.uncertainty.silence()
