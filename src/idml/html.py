@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LARGEST = 130  # pixels, the frame included
+_SHORT = 20  # letters: a cell with no more of them stays on one line
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; display: block; overflow-x: auto }
-td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child { text-align: left } img, svg { max-width: 100%; height: auto }
+td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid #ddd }
+.number { text-align: right } .number, .short { white-space: nowrap } small { color: #666 }
+img, svg { max-width: 100%; height: auto }
 """
 
 
@@ -33,10 +36,28 @@ def page(title: str, *parts: str) -> bytes:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Rows of text as an HTML table."""
-    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in header)]
-    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    """Rows of text as an HTML table, numbers to the right with their intervals in small type."""
+    right = [any(_is_number(row[i]) for row in rows) for i in range(len(header))]
+    lines = ["".join(_cell("th", cell, number=right[i]) for i, cell in enumerate(header))]
+    lines += ["".join(_cell("td", cell, number=_is_number(cell)) for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def prose(text: str) -> str:
+    """A paragraph in which `code` and *emphasis* are marked as in Markdown."""
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    marked = re.sub(r"[*]([^*`<>]+)[*]", r"<em>\1</em>", marked)
+    return f"<p>{marked}</p>"
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"[-+−]?[\d.,]+( ?%| ?± ?[\d.]+| \[.*\])?", cell) is not None
+
+
+def _cell(tag: str, text: str, *, number: bool) -> str:
+    shown = re.sub(r"(\[.*\])$", r"<small>\1</small>", html.escape(text)) if number else html.escape(text)
+    kind = "number" if number else "short" if len(text) <= _SHORT else ""
+    return f"<{tag} class='{kind}'>{shown}</{tag}>" if kind else f"<{tag}>{shown}</{tag}>"
 
 
 def strip(pixels: Pixels, numbers: Tensor, text: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from idml.experiments import step
 from idml.experiments.arms import Arms
-from idml.experiments.claims import CANNOT_TELL, CONFIRMED, MISSING, NOT_CONFIRMED, Claim, Found, Verdict
+from idml.experiments.claims import Claim, Found, Verdict
 from idml.experiments.compare import ROUNDS
 from idml.experiments.drawing import plot_of
 from idml.experiments.regimes import Regime, known_regime
@@ -29,13 +29,18 @@ from idml.experiments.store import VERSION, Store
 from idml.experiments.summary import shown_columns
 from idml.experiments.table import Table
 from idml.experiments.tables import OWN, TABLES
+from idml.experiments.verdicts import WORDS, by_place, coloured, counted
 from idml.files import write_whole
-from idml.html import drawing, page, table
+from idml.html import drawing, page, prose, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CHOSEN = ("last", "full")  # regimes that are too dear for more than the chosen rows
+_STYLE = """<style>
+table { width: max-content; max-width: calc(100vw - 4rem); font-size: .85rem; line-height: 1.35 }
+td { max-width: 16rem } .confirmed { color: #176b2c } .not { color: #a3261b } .cannot, .missing { color: #666 }
+</style>"""
 _INTRO = (
     "Made by `idml reproduce results` from the stored runs in results/cells-*, never by hand. The paper's figures are "
     "of ResNet-50 at 224 pixels; ours, unless a heading says otherwise, of a much smaller network on smaller images: "
@@ -66,7 +71,12 @@ class Section:
     @property
     def name(self) -> str:
         """Which table, on what, trained how."""
-        return f"{self.table.title} ({self.found.data}, {self.store.regime.name})"
+        return f"{self.table.title} ({self.place})"
+
+    @property
+    def place(self) -> str:
+        """On what, trained how."""
+        return f"{self.found.data}, {self.store.regime.name}"
 
     @property
     def runs(self) -> list[dict[str, Any]]:
@@ -106,7 +116,7 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
     docs.mkdir(parents=True, exist_ok=True)
     write_whole(docs / "results.md", _markdown(out, sections, missing, verdicts).encode())
     write_whole(docs / "results.html", _html(out, sections, missing, verdicts))
-    counts = {word: sum(v.word == word for *_, v in verdicts) for word in _WORDS}
+    counts = {word: sum(v.word == word for *_, v in verdicts) for word in WORDS}
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     text = f"{len(sections)} tables, {len(verdicts)} claims: {told}; {docs / 'results.md'}, {docs / 'results.html'}"
     return {
@@ -116,33 +126,28 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
     }
 
 
-_WORDS = (CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING)
-_CLAIMS = ["claim", "on", "verdict", "why"]
-
-
 def stored_regimes(out: Path) -> list[tuple[str, Regime]]:
     """The data sets and regimes that ``out`` holds cells of."""
     names = [folder.name.split("-", 2)[1:] for folder in sorted(out.glob("cells-*-*")) if any(folder.glob("*.json"))]
     return [(data, known_regime(name, data)) for data, name in names]
 
 
-def _claims(verdicts: list[tuple[Section, Claim, Verdict]]) -> list[tuple[str, list[list[str]]]]:
-    """The paper's claims and our own questions, those of shared rows once; a title with their count for each."""
+def _claims(verdicts: list[tuple[Section, Claim, Verdict]]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """The paper's claims and our own questions: for each a title with their counts, the header and the rows."""
     out = []
     for title, own in (("The paper's claims", False), ("Questions of our own", True)):
-        told = [
-            (claim.text, f"{s.found.data}, {s.store.regime.name}", verdict.word, verdict.reason)
-            for s, claim, verdict in verdicts
-            if (s.what in OWN or getattr(claim, "own", False)) == own
-        ]
-        rows = [list(row) for row in dict.fromkeys(told)]
-        counts = (f"{sum(row[2] == word for row in rows)} {word}" for word in _WORDS if any(r[2] == word for r in rows))
-        out.append((f"{title}: {', '.join(counts)}", rows))
-    return [(title, rows) for title, rows in out if rows]
+        told = dict.fromkeys(
+            (claim.text, section.place, verdict)
+            for section, claim, verdict in verdicts
+            if (section.what in OWN or getattr(claim, "own", False)) == own
+        )
+        if told:
+            out.append((f"{title}: {counted(v for *_, v in told)}", *by_place(list(told))))
+    return out
 
 
 def _missing_line(missing: list[Section]) -> str:
-    names = [f"{s.what} ({s.found.data}, {s.store.regime.name})" for s in missing]
+    names = [f"{s.what} ({s.place})" for s in missing]
     return f"Not run yet, or less than half: {', '.join(names)}." if names else "Nothing is missing."
 
 
@@ -170,8 +175,8 @@ def _markdown(
     out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, Claim, Verdict]]
 ) -> str:
     parts = ["# Results", *_INTRO, "The same with plots: [results.html](results.html)."]
-    for title, rows in _claims(verdicts):
-        parts += [f"## {title}", _md(_CLAIMS, rows)]
+    for title, header, rows in _claims(verdicts):
+        parts += [f"## {title}", _md(header, rows)]
     parts += [_missing_line(missing), f"Version {VERSION} of the protocol."]
     for section in sections:
         header, rows = shown_columns(section.table, section.found)
@@ -184,21 +189,21 @@ def _markdown(
 def _html(
     out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, Claim, Verdict]]
 ) -> bytes:
-    def paragraph(text: str) -> str:
-        return f"<p>{html.escape(text)}</p>"
-
-    parts = ["<h1>Results</h1>", *map(paragraph, _INTRO)]
-    for title, rows in _claims(verdicts):
-        parts += [f"<h2>{html.escape(title)}</h2>", table(_CLAIMS, rows)]
-    parts += [paragraph(_missing_line(missing)), paragraph(f"Version {VERSION} of the protocol.")]
+    titles = [*(s.name for s in sections), *(title for title, *_ in _drawn(out))]
+    links = [f"<li><a href='#{i}'>{html.escape(title)}</a></li>" for i, title in enumerate(titles)]
+    heads = (f"<h2 id='{i}'>{html.escape(title)}</h2>" for i, title in enumerate(titles))
+    parts = [_STYLE, "<h1>Results</h1>", *map(prose, _INTRO)]
+    parts += [f"<details><summary>{len(titles)} tables and figures</summary><ul>{''.join(links)}</ul></details>"]
+    for title, header, rows in _claims(verdicts):
+        parts += [f"<h2>{html.escape(title)}</h2>", coloured(table(header, rows))]
+    parts += [prose(_missing_line(missing)), prose(f"Version {VERSION} of the protocol.")]
     for section in sections:
-        header, rows = shown_columns(section.table, section.found)
-        parts += [f"<h2>{html.escape(section.name)}</h2>", paragraph(section.facts())]
+        parts += [next(heads), prose(section.facts())]
         if (figure := plot_of(section.what, section.table, section.found)) is not None:
             parts.append(drawing(figure, section.name))
-        parts.append(table(header, rows))
+        parts.append(table(*shown_columns(section.table, section.found)))
     for title, header, rows, figure, text in _drawn(out):
-        parts += [f"<h2>{html.escape(title)}</h2>", paragraph(text), drawing(figure, title)]
+        parts += [next(heads), prose(text), drawing(figure, title)]
         parts += [table(header, rows)] if rows else []
     return page("Results", *parts)
 
