@@ -96,6 +96,8 @@ def test_real_cars():
         "15 listed but absent, 'cars_train/01427.jpg' first",
     )
     refused(f"cars:{path}", "15 images missing", "'cars_train/01427.jpg' first", strict=True)
+    refused(f"cars:{path}", "15 images missing", strict=True, spare=8e-4)
+    assert len(load_dataset(f"cars:{path}", strict=True, spare=1e-3).train) == 8054 - 6
 
 
 # ---- SPECs
@@ -207,6 +209,8 @@ def test_a_difference_from_the_official_counts_is_noted_or_refused(tmp_path, mon
     assert [line for line in load_dataset("sop:x").notes if "of one image" not in line] == ([note] if note else [])
     if note:
         refused("sop:x", note, str(tmp_path), strict=True)
+        refused("sop:x", note, str(tmp_path), strict=True, spare=0.1)
+        assert note in load_dataset("sop:x", strict=True, spare=1.0).notes
     else:
         assert len(load_dataset("sop:x", strict=True).train) == 2
 

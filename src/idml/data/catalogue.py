@@ -22,7 +22,7 @@ LAYOUTS: dict[str, Callable[[Path], Listing]] = {
 SPECS = ("glyphs", *(f"{kind}:{'FILE' if kind == 'csv' else 'PATH'}" for kind in LAYOUTS))
 
 
-def load_dataset(spec: str, *, split: str = "official", strict: bool = False) -> Dataset:
+def load_dataset(spec: str, *, split: str = "official", strict: bool = False, spare: float = 0.0) -> Dataset:
     """The data set that a SPEC names: ``glyphs``, ``cub:PATH``, ``cars:PATH``, ``sop:PATH``, ``inshop:PATH`` (a folder
     or an uncompressed .tar, the data set's own or its parent), ``folder:PATH`` (one sub-folder a class), ``csv:FILE``.
 
@@ -31,7 +31,8 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False) ->
     "all", In-Shop's queries and gallery are images like the others. Classes are numbered 0 … within each set.
 
     Images that are listed but absent are left out. They, and a difference from the official counts, are a line in
-    ``notes``, or a ``ValueError`` if ``strict``. Bad input is a ``ValueError`` or ``FileNotFoundError`` of one line.
+    ``notes``, or a ``ValueError`` if ``strict`` and more than a share ``spare`` of the images is concerned. Bad input
+    is a ``ValueError`` or ``FileNotFoundError`` of one line.
     """
     _check_split(split)
     kind, _, path = spec.partition(":")
@@ -54,7 +55,7 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False) ->
         raise
     except OSError as error:
         raise ValueError(f"cannot read {str(error.filename or path)!r}: {error.strerror}") from None
-    return _dataset(kind, listing, split, strict)
+    return _dataset(kind, listing, split, spare if strict else None)
 
 
 def _for_both(dataset: Dataset) -> Dataset:
@@ -81,12 +82,12 @@ def _check_split(split: str) -> None:
         raise ValueError(f'the split is "official", "all" or a share of the classes such as "0.8", not {split!r}')
 
 
-def _dataset(name: str, listing: Listing, split: str, strict: bool) -> Dataset:
+def _dataset(name: str, listing: Listing, split: str, spare: float | None) -> Dataset:
     listed = list(dict.fromkeys(listing.images))
     there = {image: listing.tree.has(image.name) for image in listed}
     images = [image for image in listed if there[image]]
-    difference = _difference(name, listing, [image for image in listed if not there[image]], images)
-    if difference and (strict or not images):
+    difference, share = _difference(name, listing, [image for image in listed if not there[image]], images)
+    if difference and ((spare is not None and share > spare) or not images):
         raise ValueError(f"{difference} (in {str(listing.tree.path)!r})")
     notes = [*listing.notes, *([difference] if difference else []), *_doubles(name, listing.images)]
     if split == "all":
@@ -130,19 +131,20 @@ def _image_set(name: str, listing: Listing, images: list[Listed], pool: list[Lis
     return ImageSet(name, sources, labels, tuple(listing.classes[label] for label in numbers))
 
 
-def _difference(name: str, listing: Listing, absent: list[Listed], images: list[Listed]) -> str | None:
-    """One line on what is not as the official counts or the list say."""
+def _difference(name: str, listing: Listing, absent: list[Listed], images: list[Listed]) -> tuple[str | None, float]:
+    """One line on what is not as the official counts or the list say, and the share of the images it is about."""
     counts = Counter(image.part for image in images)
     gaps = {part: number - counts[part] for part, number in listing.official.items() if counts[part] != number}
     missing = sum(gap for gap in gaps.values() if gap > 0) if listing.official else len(absent)
     extra = -sum(gap for gap in gaps.values() if gap < 0)
     if not gaps and not absent:
-        return None
+        return None, 0.0
     words = [f"{counted(missing, 'image')} missing"] if missing or not extra else []
     words += [f"{counted(extra, 'image')} too many"] if extra else []
     found = ", ".join(f"{part} {counts[part]:,} of {number:,}" for part, number in listing.official.items())
     where = f"; {len(absent):,} listed but absent, {absent[0].name!r} first" if absent else ""
-    return f"{name}: {' and '.join(words)}{f' ({found})' if found else ''}{where}"
+    share = max(missing + extra, len(absent)) / max(1, sum(listing.official.values()) or len(images) + len(absent))
+    return f"{name}: {' and '.join(words)}{f' ({found})' if found else ''}{where}", share
 
 
 def _doubles(name: str, listed: list[Listed]) -> list[str]:

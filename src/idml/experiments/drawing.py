@@ -62,24 +62,23 @@ def _gains(table: Table, found: Found) -> "Figure | None":
 
 
 def _sweep(table: Table, found: Found) -> "Figure | None":
-    """R@1 against what is varied, with the interval of its difference to plain; plain and raw features as lines."""
+    """R@1 against what is varied, with the interval of its difference to plain; plain and raw features beside it."""
     assert table.sweep is not None
     symbol, values = table.sweep
     known = [(value, found.courses[arm.key]) for value, arm in zip(values, table.arms[-len(values) :], strict=True)]
-    points = [(value, at, estimate(at.runs).mean) for value, at in known if at.runs]
+    points = [(value, estimate(at.runs).mean, at) for value, at in known if at.runs]
     if not points:
         return None
     figure = new_figure(7.5, 3.2)
     axes = figure.subplots()
-    axes.plot([value for value, *_ in points], [mean for *_, mean in points], marker="o", label="idml")
-    own = [at for at in _known(table, found) if at.arm.name == "plain"]
-    if own:
-        gains = [gain(at.runs, own[0].runs) for _, at, _ in points]
-        low = [mean - (g.mean - g.low) for (*_, mean), g in zip(points, gains, strict=True)]
-        high = [mean + (g.high - g.mean) for (*_, mean), g in zip(points, gains, strict=True)]
-        text = "95 % of the difference to plain"
-        axes.fill_between([value for value, *_ in points], low, high, alpha=0.2, label=text)
-        axes.axhline(estimate(own[0].runs).mean, color="black", linestyle="--", linewidth=0.8, label="plain")
+    axes.plot([value for value, *_ in points], [mean for _, mean, _ in points], marker="o", label="idml")
+    plain = [(value, mean, at.runs, found.runs((at.arm.loss, at.arm.against))) for value, mean, at in points]
+    if all(own for *_, own in plain):
+        x, gains = [value for value, *_ in plain], [gain(runs, own) for *_, runs, own in plain]
+        low = [mean - (g.mean - g.low) for (_, mean, *_), g in zip(plain, gains, strict=True)]
+        high = [mean + (g.high - g.mean) for (_, mean, *_), g in zip(plain, gains, strict=True)]
+        axes.fill_between(x, low, high, alpha=0.2, label="95 % of the difference to plain")
+        axes.plot(x, [estimate(own).mean for *_, own in plain], "--", color="black", linewidth=0.8, label="plain")
     if found.raw is not None:
         axes.axhline(estimate({0: found.raw}).mean, color="gray", linestyle=":", linewidth=0.8, label="raw features")
     axes.set(xlabel=symbol, ylabel="R@1, %")

@@ -9,7 +9,7 @@ from idml.experiments.arms import Arms
 from idml.experiments.claims import Found
 from idml.experiments.compare import ROUNDS
 from idml.experiments.grid import write_table
-from idml.experiments.protocol import Course, course, run_arms
+from idml.experiments.protocol import Course, course, official_dataset, run_arms
 from idml.experiments.regimes import regime_for
 from idml.experiments.store import Store, open_store
 from idml.experiments.summary import per_seed, shown_columns
@@ -61,7 +61,7 @@ def reproduce_table(
     table = TABLES[what](Arms(data, chosen))
     if dry_run:
         return _plan(what, table, Store(out, data, chosen, note), seeds)
-    dataset = load_dataset(data, strict=True)
+    dataset = official_dataset(data, note)
     store = open_store(out, data, chosen, dataset, note)
     run_arms(store, table.arms, seeds, dataset, report=report, note=note)
     if not Processes().first:

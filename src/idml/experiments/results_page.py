@@ -92,9 +92,10 @@ class Section:
         span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
         hours = sum(run["seconds"] for run in self.runs) / 3600
         machines = "; ".join(sorted({run["machine"] for run in self.runs}))
+        tested = sum(self.runs[0]["classes"]["queries"])
         return (
             f"`idml reproduce {self.what} --data {spec}{option} --seeds {self.seeds}`; {len(self.runs)} runs of the "
-            f"chosen learning rates, {hours:.1f} hours, {span}, on {machines}."
+            f"chosen learning rates, {tested:,} test images, {hours:.1f} hours, {span}, on {machines}."
         )
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from idml.data.catalogue import load_dataset
 from idml.data.holdout import hold_out
 from idml.data.pixels import load_pixels
 from idml.data.sampling import class_batches
@@ -24,6 +23,7 @@ from idml.data.sources import ImageSet
 from idml.embeddings import Embeddings
 from idml.experiments.arms import Arms
 from idml.experiments.drawing import new_figure
+from idml.experiments.protocol import official_dataset
 from idml.experiments.regimes import regime_for
 from idml.experiments.store import VERSION
 from idml.features import CLEAN, features_of
@@ -55,7 +55,7 @@ def reproduce_step(
     folder = out / f"step-tsne-{kind}"
     found = stored_step(out, kind)
     if found is None:
-        dataset = load_dataset(data, strict=True)
+        dataset = official_dataset(data, note)
         folder.mkdir(parents=True, exist_ok=True)
         arm, run = Arms(data, regime).arm(_LOSS, "idml"), folder / "model.run"
         options = {**regime.base, **arm.options, "loss": _LOSS, "lr": regime.rates[-1], "data": data, "out": str(run)}
