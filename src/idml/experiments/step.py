@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LOSS = "triplet_semihard"
-_SHARE = 0.02  # of the head's own length: how far the plain step goes
+_SHARE = 0.05  # of the head's own length: how far the plain step goes
 
 
 def reproduce_step(
@@ -151,14 +151,19 @@ def sentence(found: dict[str, Any]) -> str:
 
 
 def step_figure(found: dict[str, Any]) -> "Figure":
-    """The batch before and after either step; the ambiguous image and its positive are joined."""
-    figure = new_figure(9, 3)
+    """The batch before and after either step, the ambiguous image joined to its positive, and how far apart they are."""
+    figure = new_figure(10.5, 3)
     pair = [found["ambiguous"], found["positive"]]
     titles = ("before", "after a plain step", "after an introspective step")
-    for title, points, axes in zip(titles, found["map"], figure.subplots(1, 3), strict=True):
+    *maps, bars = figure.subplots(1, 4, width_ratios=(3, 3, 3, 1.5))
+    for title, points, axes in zip(titles, found["map"], maps, strict=True):
         x, y = zip(*points, strict=True)
         axes.scatter(x, y, c=found["labels"], cmap="tab20", s=8)
         axes.plot([x[i] for i in pair], [y[i] for i in pair], "k-", linewidth=1)
         axes.plot([x[pair[0]]], [y[pair[0]]], "k*", markersize=9)
         axes.set(title=title, xticks=[], yticks=[])
+    names = ("before", "plain", "introspective")
+    bars.bar(names, [found["distances"][name] for name in names], color=["tab:gray", "tab:red", "tab:blue"])
+    bars.set_xticks(range(3), names, rotation=40, ha="right")
+    bars.set(title="α of the pair")
     return figure
