@@ -151,7 +151,7 @@ def sentence(found: dict[str, Any]) -> str:
 
 
 def step_figure(found: dict[str, Any]) -> "Figure":
-    """The batch before and after either step, the ambiguous image joined to its positive, and how far apart they are."""
+    """The batch before and after either step, the ambiguous image joined to its positive, and their distance."""
     figure = new_figure(10.5, 3)
     pair = [found["ambiguous"], found["positive"]]
     titles = ("before", "after a plain step", "after an introspective step")
