@@ -92,7 +92,8 @@ def _convolved(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tenso
     if type(convolution).__name__ == "Conv2dSame":
         from timm.layers.padding import pad_same
 
-        x, padding = pad_same(x, list(convolution.kernel_size), list(convolution.stride)), (0, 0)
+        kernel, stride, dilation = convolution.kernel_size, convolution.stride, convolution.dilation
+        x, padding = pad_same(x, list(kernel), list(stride), list(dilation)), (0, 0)
     if _is_small_depthwise(convolution, padding, x):
         return cast(Tensor, _SmallDepthwise.apply(x, weight, shift))
     return F.conv2d(x, weight, shift, convolution.stride, padding, convolution.dilation, convolution.groups)
@@ -103,9 +104,10 @@ def _activated(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     act = getattr(norm, "act", None)
     if act is None:
         return x
+    x = cast(Any, norm).drop(x)
     if isinstance(act, nn.Hardtanh):  # in place it would first copy what it needs on the way back
         return F.hardtanh(x, act.min_val, act.max_val)
-    return cast(Tensor, act(cast(Any, norm).drop(x)))
+    return cast(Tensor, act(x))
 
 
 def _is_small_depthwise(convolution: nn.Conv2d, padding: Any, x: Tensor) -> bool:
@@ -113,7 +115,9 @@ def _is_small_depthwise(convolution: nn.Conv2d, padding: Any, x: Tensor) -> bool
     return (
         convolution.groups == convolution.in_channels == convolution.out_channels > 1
         and convolution.stride == convolution.dilation == (1, 1)
-        and kernel[0] == kernel[1] == 2 * padding[0] + 1 == 2 * padding[1] + 1
+        and kernel[0] == kernel[1]
+        and padding == (kernel[0] // 2,) * 2  # a word, such as "same", goes the ordinary way
+        and kernel[0] % 2 == 1
         and x.shape[2] * x.shape[3] <= _SMALL
         and x.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")

@@ -8,13 +8,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from idml.cli import main
 from idml.experiments import protocol, tables
 from idml.experiments.arms import LOSSES, TWICE, Arms
 from idml.experiments.claims import DISGUISE
 from idml.experiments.paper import paper_figure, paper_numbers
-from idml.experiments.protocol import course, missing_cells
+from idml.experiments.protocol import course, missing_cells, official_dataset
 from idml.experiments.regimes import regime_for
 from idml.experiments.reproduce import reproduce_table
 from idml.experiments.store import RAW, Store
@@ -226,3 +227,27 @@ def test_bad_input_is_one_line(arguments, line, tmp_path, capsys):
     assert line in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def folder_with_list(tmp_path: Path, listed: int) -> str:
+    """A CSV that lists an image more than there are."""
+    rows = ["path,label"]
+    for i in range(listed):
+        rows.append(f"{i}.png,{'ab'[i % 2]}")
+        if i < listed - 1:
+            Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    return f"csv:{tmp_path / 'list.csv'}"
+
+
+def test_one_image_in_a_thousand_may_be_missing_and_is_said(tmp_path):
+    notes: list[str] = []
+    dataset = official_dataset(folder_with_list(tmp_path, 1001), notes.append)
+    assert len(dataset.train) + len(dataset.test) == 1000
+    assert len([line for line in notes if "1 image missing" in line]) == 1
+    assert dataset.notes == ()  # the runs do not say it again
+
+
+def test_more_missing_images_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="1 image missing"):
+        official_dataset(folder_with_list(tmp_path, 999), lambda line: None)

@@ -6,6 +6,7 @@ Nothing is trained and nothing is written by hand; what is missing is said to be
 import html
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,11 @@ class Section:
         """All runs, once each."""
         return [run for at in self.found.courses.values() for run in at.runs.values()]
 
+    @cached_property
+    def columns(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows; the intervals in them take most of the time of a page."""
+        return shown_columns(self.table, self.found)
+
     def facts(self) -> str:
         """The command, seeds, machine, dates and time."""
         regime, data = self.store.regime.name, self.found.data
@@ -115,8 +121,9 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
             (sections if 2 * run >= len(made.arms) else missing).append(section)  # rows are shared: a few say little
     verdicts = [(s, claim, claim.judge(s.found)) for s in sections for claim in s.table.claims]
     docs.mkdir(parents=True, exist_ok=True)
-    write_whole(docs / "results.md", _markdown(out, sections, missing, verdicts).encode())
-    write_whole(docs / "results.html", _html(out, sections, missing, verdicts))
+    drawn = _drawn(out)
+    write_whole(docs / "results.md", _markdown(sections, missing, verdicts, drawn).encode())
+    write_whole(docs / "results.html", _html(sections, missing, verdicts, drawn))
     counts = {word: sum(v.word == word for *_, v in verdicts) for word in WORDS}
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     text = f"{len(sections)} tables, {len(verdicts)} claims: {told}; {docs / 'results.md'}, {docs / 'results.html'}"
@@ -152,7 +159,10 @@ def _missing_line(missing: list[Section]) -> str:
     return f"Not run yet, or less than half: {', '.join(names)}." if names else "Nothing is missing."
 
 
-def _drawn(out: Path) -> list[tuple[str, list[str], list[list[str]], "Figure", str]]:
+Drawn = tuple[str, list[str], list[list[str]], "Figure", str]
+
+
+def _drawn(out: Path) -> list[Drawn]:
     """The figures that no cells are needed for: title, header, rows, drawing, a sentence."""
     same = "The formulas and autograd agree." if _agree() else "The formulas and autograd DISAGREE."
     kl = "The Gaussian KL grows when one image is uncertain; the introspective distance falls."
@@ -173,24 +183,29 @@ def _agree() -> bool:
 
 
 def _markdown(
-    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, Claim, Verdict]]
+    sections: list[Section],
+    missing: list[Section],
+    verdicts: list[tuple[Section, Claim, Verdict]],
+    drawn: list[Drawn],
 ) -> str:
     parts = ["# Results", *_INTRO, "The same with plots: [results.html](results.html)."]
     for title, header, rows in _claims(verdicts):
         parts += [f"## {title}", _md(header, rows)]
     parts += [_missing_line(missing), f"Version {VERSION} of the protocol."]
     for section in sections:
-        header, rows = shown_columns(section.table, section.found)
-        parts += [f"## {section.name}", section.facts(), _md(header, rows)]
-    for title, header, rows, _, text in _drawn(out):
+        parts += [f"## {section.name}", section.facts(), _md(*section.columns)]
+    for title, header, rows, _, text in drawn:
         parts += [f"## {title}", text, *([_md(header, rows)] if rows else [])]
     return "\n\n".join(parts) + "\n"
 
 
 def _html(
-    out: Path, sections: list[Section], missing: list[Section], verdicts: list[tuple[Section, Claim, Verdict]]
+    sections: list[Section],
+    missing: list[Section],
+    verdicts: list[tuple[Section, Claim, Verdict]],
+    drawn: list[Drawn],
 ) -> bytes:
-    titles = [*(s.name for s in sections), *(title for title, *_ in _drawn(out))]
+    titles = [*(s.name for s in sections), *(title for title, *_ in drawn)]
     links = [f"<li><a href='#{i}'>{html.escape(title)}</a></li>" for i, title in enumerate(titles)]
     heads = (f"<h2 id='{i}'>{html.escape(title)}</h2>" for i, title in enumerate(titles))
     parts = [_STYLE, "<h1>Results</h1>", *map(prose, _INTRO)]
@@ -202,8 +217,8 @@ def _html(
         parts += [next(heads), prose(section.facts())]
         if (figure := plot_of(section.what, section.table, section.found)) is not None:
             parts.append(drawing(figure, section.name))
-        parts.append(table(*shown_columns(section.table, section.found)))
-    for title, header, rows, figure, text in _drawn(out):
+        parts.append(table(*section.columns))
+    for title, header, rows, figure, text in drawn:
         parts += [next(heads), prose(text), drawing(figure, title)]
         parts += [table(header, rows)] if rows else []
     return page("Results", *parts)
