@@ -115,7 +115,7 @@ def _is_small_depthwise(convolution: nn.Conv2d, padding: Any, x: Tensor) -> bool
     return (
         convolution.groups == convolution.in_channels == convolution.out_channels > 1
         and convolution.stride == convolution.dilation == (1, 1)
-        and kernel[0] == kernel[1]
+        and kernel[0] == kernel[1] > 3  # oneDNN is slow for wide filters only
         and padding == (kernel[0] // 2,) * 2  # a word, such as "same", goes the ordinary way
         and kernel[0] % 2 == 1
         and x.shape[2] * x.shape[3] <= _SMALL
@@ -128,7 +128,7 @@ class _SmallDepthwise(torch.autograd.Function):
     """A depthwise convolution of small maps (stride 1, size kept), with a gradient of the weights by matrix products.
 
     On a map of p positions the filter of a channel is a p × p matrix T, T[a, b] = w[b − a]. Its gradient is Σ g xᵀ over
-    the images, and that of w[d] the sum over the places with b − a = d. oneDNN takes a slow way for such maps.
+    the images, and that of w[d] the sum over the places with b − a = d. oneDNN takes a slow way for filters of 5 × 5.
     """
 
     @staticmethod
@@ -143,10 +143,16 @@ class _SmallDepthwise(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = conv2d_input(x.shape, weight, g, padding=side // 2, groups=channels)
-        g_maps, x_maps = (v.transpose(0, 1).flatten(2).contiguous() for v in (g, x))  # [channels, n, positions]
+        g_maps, x_maps = (_by_channel(v) for v in (g, x))  # [channels, n, positions]
         of_matrix = torch.bmm(g_maps.transpose(1, 2), x_maps).flatten(1)
         of_weight = of_matrix @ _offsets(height, width, side).to(of_matrix)
         return of_x, of_weight.view_as(weight), g_maps.sum(dim=(1, 2))
+
+
+def _by_channel(maps: Tensor) -> Tensor:
+    """Maps [n, channels, height, width] that lie channels last, as [channels, n, positions]: the turn of a matrix."""
+    n, channels, height, width = maps.shape
+    return maps.permute(0, 2, 3, 1).reshape(-1, channels).t().contiguous().view(channels, n, height * width)
 
 
 @lru_cache
