@@ -86,8 +86,8 @@ def class_sums(
     return Sums(torch.bincount(labels[rows], minlength=count), sums, rows, torch.cat(correct))
 
 
-def judge(config: TrainConfig, run: Path, dataset: Dataset) -> dict[str, Any]:
-    """Everything that a cell keeps of a finished run beside its metrics.json."""
+def judge(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddings) -> dict[str, Any]:
+    """Everything that a cell keeps of a finished run beside its metrics.json; ``clean`` are its test images."""
     model = load_model(run).to(Processes().device)
 
     def embedded(pixels: Pixels, view: View = CLEAN) -> Embeddings:
@@ -98,7 +98,7 @@ def judge(config: TrainConfig, run: Path, dataset: Dataset) -> dict[str, Any]:
     if dataset.gallery is not None:
         gallery = _pixels(dataset.gallery, model.trunk.image_size)
         known = {"gallery": embedded(gallery), "gallery_labels": gallery.images.labels[gallery.usable]}
-    clean, mixed = embedded(test), embedded(test, MIXED)
+    mixed = embedded(test, MIXED)
     plain = class_sums(clean, labels, **known)
     found: dict[str, Any] = {
         "nmi": _nmi(clean, labels),

@@ -118,7 +118,7 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
             made = build(Arms(data, regime))
             section = Section(what, made, found_of(made, store, regime.seeds), store, regime.seeds)
             run = sum(bool(at.runs) for at in section.found.courses.values())
-            (sections if 2 * run >= len(made.arms) else missing).append(section)  # rows are shared: a few say little
+            (sections if 4 * run >= 3 * len(made.arms) else missing).append(section)  # rows are shared: some say little
     verdicts = [(s, claim, claim.judge(s.found)) for s in sections for claim in s.table.claims]
     docs.mkdir(parents=True, exist_ok=True)
     drawn = _drawn(out)
@@ -156,7 +156,7 @@ def _claims(verdicts: list[tuple[Section, Claim, Verdict]]) -> list[tuple[str, l
 
 def _missing_line(missing: list[Section]) -> str:
     names = [f"{s.what} ({s.place})" for s in missing]
-    return f"Not run yet, or less than half: {', '.join(names)}." if names else "Nothing is missing."
+    return f"Not run yet, or less than three quarters: {', '.join(names)}." if names else "Nothing is missing."
 
 
 Drawn = tuple[str, list[str], list[list[str]], "Figure", str]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from idml.data.sources import Dataset
+from idml.embeddings import Embeddings
 from idml.experiments.grid import Cell
 from idml.experiments.judging import judge, judge_raw
 from idml.experiments.regimes import Regime
@@ -111,18 +112,20 @@ class Store:
     def _train(self, cell: Cell, dataset: Dataset, report: Report) -> dict[str, Any]:
         run = self._run(cell)
         config = from_dict({**self.regime.base, **cell.options, "data": self.data, "out": str(run)})
+        seen: list[Embeddings] = []
+        options: dict[str, Any] = {"resume": True, "dataset": dataset, "pages": False, "report": report}
         try:
-            metrics = train(config, resume=True, dataset=dataset, pages=False, report=report)
+            metrics = train(config, **options, tested=seen.append)
         except ValueError as error:
             if "cannot resume" in str(error) or "not a sound checkpoint" in str(error):
                 self.note(f"{cell.name}: begun anew: {error}")
                 shutil.rmtree(run)
-                metrics = train(config, resume=True, dataset=dataset, pages=False, report=report)
+                metrics = train(config, **options, tested=seen.append)
             elif re.match(r"step \d+: .*\b(nan|inf|NaN or infinity)\b", str(error)):
                 return {"failed": str(error).partition("; images")[0]}
             else:
                 raise
-        return {**metrics, **judge(config, run, dataset)} if metrics else {}
+        return {**metrics, **judge(config, run, dataset, seen[-1])} if metrics else {}
 
     def _sound(self, cell: Cell) -> dict[str, Any] | None:
         path = self.folder / f"{cell.name}.json"

@@ -21,6 +21,7 @@ from idml.data.holdout import hold_out
 from idml.data.pixels import Pixels, load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import Dataset, ImageSet
+from idml.embeddings import Embeddings
 from idml.files import write_whole
 from idml.model import load_model, save_model
 from idml.training.build import build
@@ -54,13 +55,14 @@ def train(
     pages: bool = True,
     report: Report = lambda row: None,
     note: Note = lambda text: None,
+    tested: Callable[[Embeddings], None] = lambda embeddings: None,
 ) -> dict[str, Any]:
     """Train a model and leave it in ``config.out``; returns what metrics.json holds.
 
     ``dataset`` is what ``config.data`` names, if it is at hand; without ``pages`` neither report.html nor curves for
     TensorBoard are made. ``report`` is called with every row of log.jsonl, and with the number of images decoded while
-    the cache is built; ``note`` with lines a person should see. Of several processes the first one writes and reports;
-    the others return nothing.
+    the cache is built; ``note`` with lines a person should see; ``tested`` with what the selected model makes of the
+    test images. Of several processes the first one writes and reports; the others return nothing.
     """
     run, processes = Path(config.out), Processes()
     device = processes.device
@@ -217,6 +219,7 @@ def train(
         best = load_model(run / "checkpoints" / "best").to(device)
         with naming(step - 1, stream.plan(epochs - 1)[-1]):
             embeddings = judge.embeddings(best, test)
+            tested(embeddings)
             selected = judge.figures(best, test, gallery, embeddings)
             same = progress.best_step == step
             metrics: dict[str, Any] = {
