@@ -14,7 +14,9 @@ from idml.experiments.claims import (
     LevelFalls,
     MixedAbove,
 )
+from idml.experiments.drawing import plot_of
 from idml.experiments.protocol import Course
+from idml.experiments.table import Table
 
 IDML, PLAIN = ("proxy_anchor", "idml"), ("proxy_anchor", "plain")
 
@@ -91,3 +93,16 @@ def test_what_u_tells():
     assert judged(LevelFalls("", IDML), trend=rises) == NOT_CONFIRMED
     assert judged(ErrorsRanked("", IDML), r_auroc=(0.70, 0.71, 0.72)) == CONFIRMED
     assert judged(ErrorsRanked("", IDML), r_auroc=(0.60, 0.61, 0.62)) == NOT_CONFIRMED
+
+
+@pytest.mark.parametrize(("data", "diamonds"), [("cub", 1), ("glyphs", 0)])
+def test_the_drawing_of_gains_has_the_papers_beside_ours(data, diamonds):
+    told = found(data=data, idml=runs(0.55, 0.56), plain=runs(0.50, 0.51))
+    figure = plot_of("table1", Table("", tuple(at.arm for at in told.courses.values())), told)
+    (axes,) = figure.axes
+    marked = [line for line in axes.lines if line.get_marker() == "D"]
+    assert len(marked) == diamonds
+    assert all(line.get_xdata() == pytest.approx([1.7]) for line in marked)  # 70.7 over 69.0
+    assert ("the paper's" in axes.get_xlabel()) == bool(diamonds)
+    (own,) = [line for line in axes.lines if line.get_marker() == "o"]
+    assert own.get_xdata() == pytest.approx([5.0])

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from idml.experiments.compare import Runs, gain
 from idml.experiments.grid import interval
-from idml.experiments.paper import paper_figure
+from idml.experiments.paper import paper_gain
 from idml.experiments.protocol import Course
 
 CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING = "confirmed", "not confirmed", "cannot tell at this scale", "missing"
@@ -102,9 +102,7 @@ class Gain:
         return Verdict(word, reason)
 
     def _paper(self, found: Found) -> float | None:
-        over = self.over or (self.arm[0], found.courses[self.arm].arm.against)
-        a, b = (paper_figure(found.data, key, "R@1") for key in (self.arm, over))
-        return None if a is None or b is None else a - b
+        return paper_gain(found.data, self.arm, self.over or (self.arm[0], found.courses[self.arm].arm.against))
 
 
 @dataclass(frozen=True)

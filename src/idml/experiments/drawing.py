@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from idml.experiments.arms import LOSSES
 from idml.experiments.claims import Found
 from idml.experiments.compare import Estimate, estimate, gain
+from idml.experiments.paper import paper_gain
 from idml.experiments.protocol import Course
 from idml.experiments.table import Table
 
@@ -40,24 +40,29 @@ def _known(table: Table, found: Found) -> list[Course]:
 
 
 def _gains(table: Table, found: Found) -> "Figure | None":
-    """The gain in R@1 of each arm over the better of raw features and plain, with its interval."""
-    shown: list[tuple[str, Estimate]] = []
+    """The gain in R@1 of each arm over the better of raw features and plain, with its interval; the paper's beside."""
+    shown: list[tuple[str, Estimate, float | None]] = []
     for at in _known(table, found):
         rival = found.rival(at.arm.key) if at.arm.name != at.arm.against else None
         if rival is not None:
-            name = f"{LOSSES.get(at.arm.loss, at.arm.loss)}, {at.arm.name}"
-            shown.append((name, gain(at.runs, rival[1], tested=at.arm.tested)))
+            theirs = paper_gain(found.data, at.arm.key, (at.arm.loss, at.arm.against))
+            shown.append((str(at.arm), gain(at.runs, rival[1], tested=at.arm.tested), theirs))
     if not shown:
         return None
-    figure = new_figure(7, 0.8 + 0.24 * len(shown))
+    figure = new_figure(8, 1.1 + 0.24 * len(shown))
     axes = figure.subplots()
-    for place, (_, value) in enumerate(reversed(shown)):
+    for place, (_, value, theirs) in enumerate(reversed(shown)):
         colour = "tab:green" if value.low > 0 else "tab:red" if value.high < 0 else "tab:gray"
         axes.plot([value.low, value.high], [place, place], color=colour)
         axes.plot([value.mean], [place], "o", color=colour, markersize=4)
+        if theirs is not None:
+            axes.plot([theirs], [place], "D", color="black", markerfacecolor="none", markersize=4)
     axes.axvline(0, color="black", linewidth=0.7)
-    axes.set_yticks(range(len(shown)), [name for name, _ in reversed(shown)])
-    axes.set(xlabel="gain in R@1, points, over the better of raw features and plain (95 % intervals)")
+    axes.set_yticks(range(len(shown)), [name for name, *_ in reversed(shown)])
+    paper = "; ◇ the paper's" if any(theirs is not None for *_, theirs in shown) else ""
+    axes.set(
+        xlabel=f"gain in R@1 over the better of raw and plain, 95 % intervals{paper}", ylim=(-0.6, len(shown) - 0.4)
+    )
     return figure
 
 

@@ -26,3 +26,13 @@ def paper_figure(data: str, arm: tuple[str, str], figure: str) -> float | None:
     >>> paper_figure("glyphs", ("proxy_anchor", "idml"), "R@1")
     """
     return paper_numbers().get((data, *arm), {}).get(figure)
+
+
+def paper_gain(data: str, arm: tuple[str, str], over: tuple[str, str]) -> float | None:
+    """How much the paper has an arm above another in R@1, where it has both.
+
+    >>> round(paper_gain("cub", ("proxy_anchor", "idml"), ("proxy_anchor", "plain")), 1)
+    1.7
+    """
+    a, b = (paper_figure(data, key, "R@1") for key in (arm, over))
+    return None if a is None or b is None else a - b

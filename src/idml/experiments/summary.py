@@ -8,7 +8,7 @@ from typing import Any
 from idml.experiments.arms import LOSSES
 from idml.experiments.claims import DISGUISE, Found, mean_weight
 from idml.experiments.compare import estimate, gain
-from idml.experiments.paper import paper_figure
+from idml.experiments.paper import paper_figure, paper_gain
 from idml.experiments.protocol import Course
 from idml.experiments.table import Table
 
@@ -45,8 +45,8 @@ def _row(found: Found, course: Course) -> list[str]:
         paper = paper_figure(found.data, arm.key, figure)
         row += [text, "" if paper is None else f"{paper:.1f}"]
     row += _gains(found, course)
-    a, b = (paper_figure(found.data, key, "R@1") for key in (arm.key, (arm.loss, arm.against)))
-    row.append("" if a is None or b is None or arm.name == arm.against else f"{a - b:+.1f}")
+    theirs = paper_gain(found.data, arm.key, (arm.loss, arm.against))
+    row.append("" if theirs is None or arm.name == arm.against else f"{theirs:+.1f}")
     weight = mean_weight(course.runs)
     row.append("" if weight is None else f"{weight:.3f}")
     row += [_mean(runs, key, 2) for key in ("level_spread", "auroc_mixed", "r_auroc", "auroc_wrong")]
