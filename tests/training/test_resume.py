@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from idml.training.checkpoint import lock_run
 from idml.training.config import TrainConfig
 from idml.training.loop import Interrupted, train
+from idml.training.watch import stop_on_sigterm
 
 KILLS = int(os.environ.get("IDML_KILLS", "2"))  # more in `make faults`
 
@@ -118,6 +119,23 @@ def test_sigterm_at_any_step_loses_no_validation(options, tmp_path, at):
     assert final(tmp_path / "torn") == final(tmp_path / "whole")
     logs = [(tmp_path / run / "log.jsonl").read_text().count("held_out_map@r") for run in ("whole", "torn")]
     assert logs == [3, 3]
+
+
+def test_sigterm_during_the_last_test_ends_what_comes_after_the_run(options, tmp_path):
+    """A worker that makes a table must not begin its next run."""
+    arrived = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    try:
+        config = TrainConfig(out=str(tmp_path / "run"), **options)
+        train(config, tested=lambda embeddings: os.kill(os.getpid(), signal.SIGTERM))
+        assert arrived == [signal.SIGTERM]
+        assert (tmp_path / "run" / "metrics.json").exists()
+        with stop_on_sigterm() as asked:
+            pass
+        assert not asked()
+        assert len(arrived) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_forked_child_does_not_hold_the_run(tmp_path):
