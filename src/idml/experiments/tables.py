@@ -11,6 +11,7 @@ from idml.experiments import tables_beyond
 from idml.experiments.arms import LOSSES, Arm, Arms
 from idml.experiments.claims import Claim, Gain, LevelFalls, MixedAbove
 from idml.experiments.table import Table
+from idml.experiments.tables_beyond import as_many_images
 from idml.training.config import TrainConfig
 
 _PA, _MS, _MDW = "proxy_anchor", "multi_similarity", "margin_dw"
@@ -30,7 +31,8 @@ def _table1(arms: Arms) -> Table:
         Gain(f"a learned u adds to a constant one, {name}", (loss, "idml"), (loss, "constant-mixup"), own=True)
         for loss, name in LOSSES.items()
     ]
-    return Table("Table 1: seven losses, plain and with IDML", tuple(rows), (*claims, *learned))
+    images = [as_many_images(loss, name) for loss, name in LOSSES.items()]
+    return Table("Table 1: seven losses, plain and with IDML", tuple(rows), (*claims, *images, *learned))
 
 
 def _table2(arms: Arms) -> Table:
