@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         "what",
         metavar="WHAT",
         help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, noise, beta, "
-        "proxies, introspection, settings, found, finetune; first, uncertainty, guarantee, audit; results (the page of "
+        "proxies, introspection, settings, fit, found, finetune; first, uncertainty, guarantee, audit; results (the page of "
         "all)",
     )
     reproducing.add_argument(

@@ -137,7 +137,7 @@ def _levels(arms: Arms) -> Table:
     return Table("Figure: ‖u‖ of clean and mixed test images", tuple(rows), tuple(claims))
 
 
-OWN = ("noise", "beta", "proxies", "introspection", "settings", "found")
+OWN = ("noise", "beta", "proxies", "introspection", "settings", "fit", "found")
 """Tables whose claims are questions of our own, not the paper's."""
 TABLES: dict[str, Callable[[Arms], Table]] = {
     "table1": _table1,
@@ -156,6 +156,7 @@ TABLES: dict[str, Callable[[Arms], Table]] = {
     "proxies": tables_beyond.proxies,
     "introspection": tables_beyond.introspection,
     "settings": tables_beyond.settings,
+    "fit": tables_beyond.fit,
     "found": tables_beyond.found,
     "finetune": tables_beyond.finetune,
 }
