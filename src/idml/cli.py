@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         "what",
         metavar="WHAT",
         help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, noise, beta, "
-        "proxies, introspection, settings, fit, found, finetune; first, uncertainty, guarantee, audit; results (the page of "
-        "all)",
+        "proxies, introspection, settings, fit, found, finetune; first, uncertainty, guarantee, audit; results (the "
+        "page of all)",
     )
     reproducing.add_argument(
         "--scale", metavar="WORD", default="laptop", help="laptop (default), or paper: ResNet-50 on GPUs"
