@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from idml.folding import _offsets, _SmallDepthwise, fold_frozen_normalisation
+from idml.folding import _Convolution, _is_small_depthwise, _offsets, fold_frozen_normalisation
 from idml.training.build import build
 from idml.training.config import TrainConfig
 from idml.trunks import Trunk, build_trunk
@@ -101,7 +101,7 @@ def test_modes_stay():
     assert [module.training for module in trunk.modules()] == modes
 
 
-@pytest.mark.parametrize(("height", "width", "side"), [(4, 4, 5), (7, 7, 3), (1, 1, 5), (2, 5, 3), (3, 3, 7)])
+@pytest.mark.parametrize(("height", "width", "side"), [(4, 4, 5), (7, 7, 5), (1, 1, 5), (2, 5, 7), (3, 3, 7)])
 def test_small_depthwise_against_autograd(height, width, side):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(4, 6, height, width, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -109,7 +109,9 @@ def test_small_depthwise_against_autograd(height, width, side):
     b = torch.randn(6, dtype=torch.float64, generator=generator, requires_grad=True)
     g = torch.randn(4, 6, height, width, dtype=torch.float64, generator=generator)
     reference = F.conv2d(x, w, b, padding=side // 2, groups=6)
-    ours = _SmallDepthwise.apply(x, w, b)
+    settings = ((1, 1), (side // 2,) * 2, (1, 1), 6)
+    assert _is_small_depthwise(x, w, settings)
+    ours = _Convolution.apply(x, w, b, settings, None)
     torch.testing.assert_close(ours, reference)
     for a, e in zip(torch.autograd.grad(ours, (x, w, b), g), torch.autograd.grad(reference, (x, w, b), g), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10)
@@ -120,6 +122,41 @@ def test_small_depthwise_against_autograd(height, width, side):
             if max(abs(down), abs(right)) <= side // 2:
                 entry[down + side // 2, right + side // 2] = 1
             assert torch.equal(_offsets(height, width, side)[row * height * width + column], entry.flatten())
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "groups"), [(6, 1, 1, 1), (6, 3, 2, 1), (8, 3, 1, 8), (8, 5, 1, 8), (8, 5, 2, 8)]
+)
+def test_a_convolution_that_is_cut_off_against_autograd(channels, kernel, stride, groups):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(4, channels, 7, 7, generator=generator).contiguous(memory_format=torch.channels_last)
+    w = torch.randn(8, channels // groups, kernel, kernel, generator=generator)
+    b = 3 + torch.randn(8, generator=generator)  # so that both ends are met
+    own = [t.requires_grad_() for t in (x, w, b)]
+    settings = ((stride, stride), (kernel // 2,) * 2, (1, 1), groups)
+    reference = F.hardtanh(F.conv2d(x, w, b, *settings), 0.0, 6.0)
+    assert 0 < int((reference == 6).sum()) < int((reference > 0).sum()) < reference.numel()
+    ours = _Convolution.apply(x, w, b, settings, (0.0, 6.0))
+    torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+    g = torch.randn(reference.shape, generator=generator)
+    for a, e in zip(torch.autograd.grad(ours, own, g), torch.autograd.grad(reference, own, g), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+def test_the_default_trunk_in_float32_cuts_off_within_its_convolutions(monkeypatch):
+    cut = []
+    real = _Convolution.forward
+    monkeypatch.setattr(_Convolution, "forward", staticmethod(lambda *a: (cut.append(a[-1]), real(*a))[1]))
+    trunk = build_trunk("tf_efficientnet_lite0", pretrained=True, image_size=64).eval()
+    images = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(6))
+    features, gradients = outcome(copy.deepcopy(trunk), images)
+    fold_frozen_normalisation(trunk)
+    cut.clear()
+    ours, our_gradients = outcome(trunk, images)
+    assert (len(cut), cut.count((0.0, 6.0))) == (49, 33)  # the others end a block, without an activation
+    torch.testing.assert_close(ours, features, rtol=1e-3, atol=1e-3)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(our_gradients[key], gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize(

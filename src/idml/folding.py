@@ -4,7 +4,8 @@ With frozen statistics a normalisation behind a convolution is a scale and a shi
 
     γ (w ∗ x − μ) / √(σ² + ε) + b  =  (s w) ∗ x + (b − s μ),   s = γ / √(σ² + ε):
 
-one convolution instead of two passes over its output, and as many less on the way back. w, γ and b stay parameters.
+one convolution instead of two passes over its output, and as many less on the way back. w, γ and b stay parameters. On
+a CPU the cut-off of ReLU6 goes into the convolution too.
 """
 
 from collections import Counter
@@ -14,12 +15,16 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_input
 
 from idml.trunks import Trunk
 
 _SMALL = 49
-"""Maps of at most this many positions are seen as vectors by `_SmallDepthwise`."""
+"""Maps of at most this many positions are seen as vectors by `_Convolution`."""
+_POINTWISE: Any = None
+if torch.backends.mkldnn.is_available():
+    _POINTWISE = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
+Settings = tuple[Any, Any, Any, int]
+"""Stride, padding, dilation and groups of a convolution."""
 
 
 def fold_frozen_normalisation(trunk: Trunk) -> int:
@@ -36,7 +41,7 @@ def fold_frozen_normalisation(trunk: Trunk) -> int:
         pairs, before = _watch(trunk, image)
         for convolution, norm in pairs:
             cast(Any, convolution).forward = partial(_convolved, convolution, norm)
-            cast(Any, norm).forward = partial(_activated, norm)
+            cast(Any, norm).forward = partial(_activated, convolution, norm)
         same = torch.allclose(trunk(image), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
     if not same:
         for pair in pairs:
@@ -94,15 +99,16 @@ def _convolved(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tenso
 
         kernel, stride, dilation = convolution.kernel_size, convolution.stride, convolution.dilation
         x, padding = pad_same(x, list(kernel), list(stride), list(dilation)), (0, 0)
-    if _is_small_depthwise(convolution, padding, x):
-        return cast(Tensor, _SmallDepthwise.apply(x, weight, shift))
-    return F.conv2d(x, weight, shift, convolution.stride, padding, convolution.dilation, convolution.groups)
+    settings: Settings = (convolution.stride, padding, convolution.dilation, convolution.groups)
+    if isinstance(padding, str) or not _plain_cpu(x):
+        return F.conv2d(x, weight, shift, *settings)
+    return cast(Tensor, _Convolution.apply(x, weight, shift, settings, _limits(convolution, norm, x)))
 
 
-def _activated(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+def _activated(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """What is left of a normalisation: timm's bring the activation with them."""
     act = getattr(norm, "act", None)
-    if act is None:
+    if act is None or _limits(convolution, norm, x) is not None:
         return x
     x = cast(Any, norm).drop(x)
     if isinstance(act, nn.Hardtanh):  # in place it would first copy what it needs on the way back
@@ -110,43 +116,71 @@ def _activated(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return cast(Tensor, act(x))
 
 
-def _is_small_depthwise(convolution: nn.Conv2d, padding: Any, x: Tensor) -> bool:
-    kernel = convolution.kernel_size
-    return (
-        convolution.groups == convolution.in_channels == convolution.out_channels > 1
-        and convolution.stride == convolution.dilation == (1, 1)
-        and kernel[0] == kernel[1] > 3  # oneDNN is slow for wide filters only
-        and padding == (kernel[0] // 2,) * 2  # a word, such as "same", goes the ordinary way
-        and kernel[0] % 2 == 1
-        and x.shape[2] * x.shape[3] <= _SMALL
-        and x.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-    )
+def _plain_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
-class _SmallDepthwise(torch.autograd.Function):
-    """A depthwise convolution of small maps (stride 1, size kept), with a gradient of the weights by matrix products.
+def _limits(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> tuple[float, float] | None:
+    """Where the activation cuts off, if oneDNN can do it within the convolution; ``x`` is what either of them gets."""
+    act = getattr(norm, "act", None)
+    if not isinstance(act, nn.Hardtanh) or not isinstance(cast(Any, norm).drop, nn.Identity) or _POINTWISE is None:
+        return None
+    fits = x.dtype == torch.float32 and _plain_cpu(x) and not isinstance(convolution.padding, str)
+    return (act.min_val, act.max_val) if fits else None
 
-    On a map of p positions the filter of a channel is a p × p matrix T, T[a, b] = w[b − a]. Its gradient is Σ g xᵀ over
-    the images, and that of w[d] the sum over the places with b − a = d. oneDNN takes a slow way for filters of 5 × 5.
+
+class _Convolution(torch.autograd.Function):
+    """A convolution, cut off at ``limits`` in the same pass if there are any.
+
+    The gradient of the weights of a wide depthwise filter on small maps (stride 1, size kept) comes from matrix
+    products, for oneDNN takes a slow way for filters of 5 × 5. On a map of p positions the filter of a channel is a
+    p × p matrix T, T[a, b] = w[b − a]. Its gradient is Σ g xᵀ over the images, and that of w[d] the sum over the places
+    with b − a = d.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.conv2d(x, weight, shift, padding=weight.shape[-1] // 2, groups=len(weight))
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, shift: Tensor, settings: Settings, limits: tuple[float, float] | None
+    ) -> Tensor:
+        ctx.settings, ctx.limits = settings, limits
+        stride, padding, dilation, groups = settings
+        if limits is None:
+            y = F.conv2d(x, weight, shift, *settings)
+            ctx.save_for_backward(x, weight)
+        else:
+            y = _POINTWISE(x, weight, shift, padding, stride, dilation, groups, "hardtanh", limits, "")
+            ctx.save_for_backward(x, weight, y)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        (g,), (channels, _, side, _), (_, _, height, width) = gradients, weight.shape, x.shape
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = conv2d_input(x.shape, weight, g, padding=side // 2, groups=channels)
-        g_maps, x_maps = (_by_channel(v) for v in (g, x))  # [channels, n, positions]
-        of_matrix = torch.bmm(g_maps.transpose(1, 2), x_maps).flatten(1)
-        of_weight = of_matrix @ _offsets(height, width, side).to(of_matrix)
-        return of_x, of_weight.view_as(weight), g_maps.sum(dim=(1, 2))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, weight, *y), (stride, padding, dilation, groups) = gradients, ctx.saved_tensors, ctx.settings
+        if ctx.limits is not None:
+            g = torch.ops.aten.hardtanh_backward(g, y[0], *ctx.limits)
+        ours = _is_small_depthwise(x, weight, ctx.settings)
+        wanted = [ctx.needs_input_grad[0], not ours, not ours]
+        of_x, of_weight, of_shift = torch.ops.aten.convolution_backward(
+            g, x, weight, [len(weight)], stride, padding, dilation, False, [0, 0], groups, wanted
+        )
+        if ours:
+            g_maps, x_maps = (_by_channel(v) for v in (g, x))  # [channels, n, positions]
+            of_matrix = torch.bmm(g_maps.transpose(1, 2), x_maps).flatten(1)
+            of_weight = (of_matrix @ _offsets(*x.shape[2:], weight.shape[-1]).to(of_matrix)).view_as(weight)
+            of_shift = g_maps.sum(dim=(1, 2))
+        return of_x, of_weight, of_shift, None, None
+
+
+def _is_small_depthwise(x: Tensor, weight: Tensor, settings: Settings) -> bool:
+    stride, padding, dilation, groups = settings
+    height, width = weight.shape[2:]
+    return (
+        groups == x.shape[1] == len(weight) > 1
+        and stride == dilation == (1, 1)
+        and height == width > 3  # oneDNN is slow for wide filters only
+        and width % 2 == 1
+        and padding == (width // 2, width // 2)
+        and x.shape[2] * x.shape[3] <= _SMALL
+    )
 
 
 def _by_channel(maps: Tensor) -> Tensor:

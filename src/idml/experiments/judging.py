@@ -20,6 +20,7 @@ from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
 from idml.features import CLEAN, embed_view, view_features
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model, load_model
+from idml.training.build import fold_as_trained
 from idml.training.config import TrainConfig
 from idml.training.noise import noisy_images
 from idml.training.processes import Processes
@@ -88,7 +89,7 @@ def class_sums(
 
 def judge(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddings) -> dict[str, Any]:
     """Everything that a cell keeps of a finished run beside its metrics.json; ``clean`` are its test images."""
-    model = load_model(run).to(Processes().device)
+    model = fold_as_trained(load_model(run), config).to(Processes().device)
 
     def embedded(pixels: Pixels, view: View = CLEAN) -> Embeddings:
         return embed_view(model, pixels, view, keep=config.part != "all", last=config.part == "last")

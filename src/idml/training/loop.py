@@ -24,7 +24,7 @@ from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
 from idml.files import write_whole
 from idml.model import load_model, save_model
-from idml.training.build import build
+from idml.training.build import build, fold_as_trained
 from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint
 from idml.training.config import TrainConfig
 from idml.training.frozen import FrozenStream
@@ -216,7 +216,7 @@ def train(
 
         # the end: the last and the selected model, judged on the test classes
         save_model(model, run / "checkpoints" / "last")
-        best = load_model(run / "checkpoints" / "best").to(device)
+        best = fold_as_trained(load_model(run / "checkpoints" / "best"), config).to(device)
         with naming(step - 1, stream.plan(epochs - 1)[-1]):
             embeddings = judge.embeddings(best, test)
             tested(embeddings)
