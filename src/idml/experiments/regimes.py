@@ -67,7 +67,7 @@ _LAPTOP = {
         rates=(1e-4, 3e-4),
         seeds=3,
     ),
-    "full": Regime("full", {**_PHOTOS, "epochs": 6}, Speed(40, 180, _TWO_CORES), rates=(1e-4, 3e-4), seeds=2),
+    "full": Regime("full", {**_PHOTOS, "epochs": 6}, Speed(55, 100, _TWO_CORES), rates=(1e-4, 3e-4), seeds=2),
     "scratch": Regime(
         "scratch",
         {key: value for key, value in SCRATCH.items() if key != "lr"},
