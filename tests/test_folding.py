@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from idml.folding import _Convolution, _is_small_depthwise, _offsets, fold_frozen_normalisation
+from idml.folding import _POINTWISE, _Convolution, _is_small_depthwise, _offsets, fold_frozen_normalisation
 from idml.training.build import build
 from idml.training.config import TrainConfig
 from idml.trunks import Trunk, build_trunk
+
+needs_onednn = pytest.mark.skipif(_POINTWISE is None, reason="this torch has no oneDNN")
 
 
 def frozen(trunk: Trunk) -> Trunk:
@@ -124,6 +126,7 @@ def test_small_depthwise_against_autograd(height, width, side):
             assert torch.equal(_offsets(height, width, side)[row * height * width + column], entry.flatten())
 
 
+@needs_onednn
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "groups"), [(6, 1, 1, 1), (6, 3, 2, 1), (8, 3, 1, 8), (8, 5, 1, 8), (8, 5, 2, 8)]
 )
@@ -143,6 +146,7 @@ def test_a_convolution_that_is_cut_off_against_autograd(channels, kernel, stride
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
 
 
+@needs_onednn
 def test_the_default_trunk_in_float32_cuts_off_within_its_convolutions(monkeypatch):
     cut = []
     real = _Convolution.forward
