@@ -68,7 +68,11 @@ def spec(pictures):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, spec):
     folder = tmp_path_factory.mktemp("runs")
-    for name, options in (("idml", {}), ("pel", {"method": "pel"}), ("all", {"split": "all", "method": "plain"})):
+    for name, options in (
+        ("idml", {"method": "idml"}),
+        ("pel", {"method": "pel"}),
+        ("all", {"split": "all", "introspection": "none"}),
+    ):
         train(TrainConfig(data=spec, out=str(folder / name), **{**OPTIONS, **options}))
     return folder
 

@@ -35,7 +35,8 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def options(pictures):
     """Options of a run that takes a second."""
     return {
-        "data": f"folder:{pictures}", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8,
+        "data": f"folder:{pictures}", "method": "idml", "trunk": "conv4", "pretrained": False, "image_size": 16,
+        "embedding_dim": 8,
         "epochs": 3, "batch_size": 8, "per_class": 2, "lr": 1e-3, "holdout": 0.34, "checkpoint_every": 2,
     }  # fmt: skip
 

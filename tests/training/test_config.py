@@ -1,5 +1,5 @@
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -56,8 +56,30 @@ def test_methods(method, ambiguity, kinds, introspective):
     assert config.introspective is introspective
 
 
+@pytest.mark.parametrize(
+    ("options", "signal", "hidden"),
+    [
+        ({}, "ranking", 64),
+        ({"method": "mixup"}, "ranking", 64),
+        ({"method": "plain", "u_hidden": 0}, "ranking", 0),
+        ({"introspection": "none"}, "none", 0),
+        ({"method": "idml"}, "none", 0),
+        ({"method": "idml", "introspection": "error", "detach": True}, "error", 64),
+        ({"method": "pel"}, "none", 0),
+        ({"method": "constant", "gamma": 1.0}, "none", 0),
+        ({"preset": "paper"}, "none", 0),
+        ({"preset": "paper", "method": "plain"}, "none", 0),
+    ],
+)
+def test_what_teaches_u_by_default(options, signal, hidden):
+    config = from_dict({"data": "glyphs", "out": "x", **options})
+    assert (config.introspection, config.u_hidden) == (signal, hidden)
+    assert config.method == options.get("method", "idml" if "preset" in options else "plain")
+    assert from_dict(asdict(config)) == config
+
+
 def test_mixtures_of_a_batch():
-    config = TrainConfig(data="glyphs", out="x")
+    config = TrainConfig(data="glyphs", out="x", method="idml")
     counts = [replace(config, mixtures=share).mixed_images for share in (1.0, 0.5, 0.26, 0.001)]
     assert counts == [120, 60, 31, 1]
     assert replace(config, method="ism").mixed_images == 0

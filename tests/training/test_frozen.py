@@ -137,6 +137,23 @@ def test_the_head_starts_at_the_quality_of_the_features():
     assert bool((variances[:-1] >= variances[1:] - 1e-3).all())
 
 
+def test_where_the_eigenvectors_are_not_found_the_head_starts_at_the_same_place(monkeypatch):
+    def gives_up(matrix):
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    heads = []
+    features = torch.randn(30, 256, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 256)
+    for broken in (False, True):
+        model = build_model("conv4", embedding_dim=50, image_size=16)
+        if broken:
+            monkeypatch.setattr(torch.linalg, "eigh", gives_up)
+        start_at_principal_components(model, features)
+        heads.append(model.semantic)
+    first, second = (head.weight.detach() for head in heads)
+    torch.testing.assert_close(first[:29], second[:29], rtol=1e-4, atol=1e-4)  # the images span no more
+    torch.testing.assert_close(second @ second.T, torch.eye(50), rtol=0, atol=1e-5)
+
+
 def test_more_dimensions_than_features_start_at_zero():
     model = build_model("conv4", embedding_dim=300, image_size=16)
     start_at_principal_components(model, torch.randn(40, model.trunk.width))

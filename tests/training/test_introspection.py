@@ -110,7 +110,9 @@ def test_the_loss_and_everything_but_u_are_untouched(signal, mixed):
     value, seen, found, batch, (_, loss, *_) = one_step(signal, mixed=mixed)
     assert len(seen) == len(batch.labels)
     assert value > float(loss(seen, batch.labels))
-    assert {name for name in found if name not in plain} == {"uncertainty.linear.weight", "uncertainty.linear.bias"}
+    assert {name for name in found if name not in plain} == {
+        f"uncertainty.{layer}.{part}" for layer in ("hidden", "linear") for part in ("weight", "bias")
+    }
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
@@ -225,11 +227,24 @@ def test_killed_and_resumed_is_bit_identical(frozen, tmp_path, bit_identical_aft
 def test_u_learns_and_s_stays_that_of_plain_training(frozen, tmp_path):
     models = {}
     for signal in ("none", "ranking"):
-        config = {**frozen, "method": "plain", "introspection": signal}
+        config = {**frozen, "method": "plain", "introspection": signal, "u_hidden": 0}
         train(TrainConfig(out=str(tmp_path / signal), **config))
         models[signal] = load_model(tmp_path / signal / "checkpoints" / "last").state_dict()
     for name in models["none"]:
         assert torch.equal(models["none"][name], models["ranking"][name]) is not name.startswith("uncertainty.linear")
+
+
+def test_by_default_u_is_taught_and_a_whole_trunk_stays_that_of_plain_training(options, tmp_path):
+    by_default = {key: value for key, value in options.items() if key != "method"}
+    metrics = {}
+    for name, own in (("default", {}), ("none", {"introspection": "none"})):
+        metrics[name] = train(TrainConfig(out=str(tmp_path / name), **by_default, **own))
+    taught, untaught = (load_model(tmp_path / name / "checkpoints" / "last").state_dict() for name in metrics)
+    shared = [name for name in untaught if not name.startswith("uncertainty")]
+    assert all(torch.equal(taught[name], untaught[name]) for name in shared)
+    assert metrics["default"] == metrics["none"]
+    assert "uncertainty.hidden.weight" in taught
+    assert taught["uncertainty.linear.bias"].any()  # it began at 0
 
 
 def test_the_signals_train_a_whole_trunk_too(options, tmp_path):
@@ -241,12 +256,12 @@ def test_the_signals_train_a_whole_trunk_too(options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"introspection": "ranking"}, "introspection needs detach or a frozen trunk"),
-        ({"introspection": "error", "train": "last"}, "introspection needs detach or a frozen trunk"),
+        ({"introspection": "ranking", "method": "idml"}, "introspection needs detach or a frozen trunk"),
+        ({"introspection": "error", "method": "ism", "train": "last"}, "introspection needs detach or a frozen trunk"),
         ({"introspection": "graded", "method": "pel", "freeze_trunk": True}, "which method pel does not have"),
         ({"introspection": "error", "method": "constant", "gamma": 1, "detach": True}, "method constant does not have"),
         ({"introspection": "rank"}, "unknown introspection 'rank'; did you mean 'ranking'"),
-        ({"u_hidden": 64, "method": "plain"}, "u_hidden is for methods that learn u"),
+        ({"u_hidden": 64, "introspection": "none"}, "u_hidden is for methods that learn u"),
         ({"u_hidden": -1}, "u_hidden must be a whole number"),
     ],
 )

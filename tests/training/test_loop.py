@@ -48,7 +48,7 @@ def test_without_pages_and_with_a_data_set_at_hand_the_run_is_the_same(options, 
 
 @pytest.mark.parametrize("method", ["plain", "ism", "mixup", "pel", "pel-mixup"])
 def test_methods_train(options, tmp_path, method):
-    metrics = train(TrainConfig(out=str(tmp_path), method=method, **{**options, "epochs": 1}))
+    metrics = train(TrainConfig(out=str(tmp_path), **{**options, "method": method, "epochs": 1}))
     doubled = method in ("mixup", "pel-mixup")
     assert ("level_mixed" in rows(tmp_path)[0]) is doubled
     assert ("weight" in rows(tmp_path)[0]) is (method == "ism")
@@ -63,8 +63,8 @@ def test_losses_train(options, tmp_path, loss):
 
 
 def test_training_learns(options, tmp_path):
-    config = {**options, "epochs": 12, "lr": 3e-3}
-    train(TrainConfig(out=str(tmp_path), method="plain", loss="proxy_anchor", **config))
+    config = {**options, "method": "plain", "loss": "proxy_anchor", "epochs": 12, "lr": 3e-3}
+    train(TrainConfig(out=str(tmp_path), **config))
     losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 

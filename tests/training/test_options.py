@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from idml.training.noise import noisy_images, with_label_noise
 from idml.training.optimiser import build_optimiser, set_learning_rate
 from idml.training.processes import Processes
 from idml.training.step import learn
+from idml.training.together import idle_options
 
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
 
@@ -186,7 +188,7 @@ def test_killed_and_resumed_is_bit_identical(options, bit_identical_after_a_kill
 
 def test_a_constant_run_has_no_uncertainty_and_no_warning(options, tmp_path):
     notes = []
-    train(TrainConfig(out=str(tmp_path), method="constant-mixup", gamma=1.0, **options), note=notes.append)
+    train(TrainConfig(out=str(tmp_path), gamma=1.0, **{**options, "method": "constant-mixup"}), note=notes.append)
     assert not any("uncertainty" in line for line in notes)
     embeddings = load_model(tmp_path).embed(torch.rand(3, 3, 16, 16))
     assert not embeddings.uncertainty.any()
@@ -202,10 +204,10 @@ def test_a_constant_run_has_no_uncertainty_and_no_warning(options, tmp_path):
         ({"method": "constant", "gamma": 4.0, "rule": "release"}, "rules similar and dissimilar"),
         ({"method": "constant", "gamma": 1.0, "beta": "norms"}, "which method constant does not compare"),
         ({"method": "plain", "beta": "norms"}, "which method plain does not compare"),
-        ({"beta": "norms", "rule": "release"}, "beta must be sum"),
+        ({"method": "idml", "beta": "norms", "rule": "release"}, "beta must be sum"),
         ({"beta": "mean"}, "unknown beta 'mean'"),
         ({"method": "mixup", "proxy_uncertainty": True}, "which method mixup does not compare"),
-        ({"method": "plain", "u_penalty": 0.1}, "u_penalty is for methods that learn u"),
+        ({"introspection": "none", "u_penalty": 0.1}, "u_penalty is for methods that learn u"),
         ({"method": "pel", "u_lr": 2.0}, "u_lr is for methods that learn u"),
         ({"u_penalty": -1}, "u_penalty must be a number of at least 0"),
         ({"u_lr": 0}, "u_lr must be a number above 0"),
@@ -217,6 +219,12 @@ def test_what_makes_no_sense_is_refused(options, words):
     with pytest.raises(ValueError, match=words) as caught:
         from_dict({"data": "glyphs", "out": "x", **options})
     assert "\n" not in str(caught.value)
+
+
+def test_options_of_the_metric_are_said_to_be_idle_without_it():
+    config = TrainConfig(data="cars:x", out="-", tau=3.0, gamma=3.0)
+    assert idle_options(config) == ["tau and gamma: for the introspective metric, which method plain does not use"]
+    assert idle_options(replace(config, method="idml", detach=True)) == idle_options(TrainConfig("glyphs", "-")) == []
 
 
 def test_proxy_uncertainty_needs_proxies(options, tmp_path):

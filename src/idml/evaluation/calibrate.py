@@ -15,7 +15,7 @@ from idml.evaluation.comparison import compare, verdict
 from idml.evaluation.evidence import Profile
 from idml.evaluation.trial import Pool, Trial, draw_unknown
 from idml.evaluation.unseen import unseen
-from idml.evaluation.whole import _options
+from idml.evaluation.whole import _options, untaught
 from idml.features import CLEAN
 from idml.files import write_whole
 from idml.model import fingerprint
@@ -76,8 +76,8 @@ def calibrate_run(
         keep(line)
     candidate = Candidate.load(folder, dataset, None, counted, keep)
     _require_enough(candidate, dataset.name)
-    if trained.get("method") in ("plain", "mixup"):
-        keep(f"the run was trained by {trained['method']}: nothing taught its uncertainty embedding anything")
+    for line in untaught(trained):
+        keep(line)
     theirs = () if candidate.gallery is None else (candidate.shelf, candidate.gallery_labels)
     pool = Pool(candidate.look(CLEAN)[1], candidate.labels, *theirs, depth=2 * _LISTED)
     strange = draw_unknown(candidate.labels, unknown, random_stream("unknown classes", seed))

@@ -65,7 +65,7 @@ def evaluate_run(
     views = GRADED if graded else MIDDLE
     if len(dataset.test.labels.unique()) > 1:  # images of a single class have nothing to be mixed with
         views = (MIXED, *views)
-    told = {name: options[0].get(name) for name in ("method", "rule", "split")}
+    told = {name: options[0].get(name) for name in ("method", "introspection", "rule", "split")}
     sets = [None if images is None else images.version for images in (dataset.train, dataset.test, dataset.gallery)]
     parts = (VERSION, models, sets, split, metrics, told, views)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -153,11 +153,17 @@ def _metric(run: Path, options: dict[str, Any]) -> IntrospectiveMetric:
     return IntrospectiveMetric(options["tau"], options["gamma"])
 
 
+def untaught(trained: dict[str, Any]) -> list[str]:
+    """What to say of the u of a run with these options, if nothing taught it."""
+    method, signal = trained.get("method"), trained.get("introspection")
+    if method not in ("plain", "mixup") or signal not in (None, "none"):
+        return []
+    return [f"the run was trained by {method} alone: nothing taught its uncertainty embedding anything"]
+
+
 def _warnings(told: dict[str, Any], split: str, metric: str) -> list[str]:
     """What makes the figures of this run mean less than they seem to."""
-    lines = []
-    if told["method"] in ("plain", "mixup"):
-        lines.append(f"the run was trained by {told['method']}: nothing taught its uncertainty embedding anything")
+    lines = untaught(told)
     if told["split"] is not None and str(told["split"]) != split:
         lines.append(
             f"the run was trained with the split {told['split']!r}: it may have seen the test classes of {split!r}"

@@ -131,6 +131,7 @@ class ErrorsRanked:
     text: str
     arm: Key
     least: float = 0.66
+    own: bool = True
 
     def judge(self, found: Found) -> Verdict:
         """By the interval over the seeds, against what a loss-prediction head reaches from the same features."""

@@ -20,6 +20,8 @@ from idml.model import load_model
 from idml.training.config import TrainConfig, from_dict
 from idml.training.loop import train
 
+UNTAUGHT: dict[str, Any] = {"introspection": "none", "u_hidden": 0}
+"""What a run of a table has unless its options say otherwise; `idml train` teaches the u of plain runs by default."""
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -53,7 +55,7 @@ def run_cells(
             continue
         folder.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        config = from_dict({**cell.options, "data": data, "out": str(run)})
+        config = from_dict({**UNTAUGHT, **cell.options, "data": data, "out": str(run)})
         metrics = train(config, resume=True, report=report)
         result = {"options": cell.options, "data": data.partition(":")[0], **metrics, **judge(config, run)}
         result["seconds"] = round(time.perf_counter() - started, 1)

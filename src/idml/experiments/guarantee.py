@@ -33,7 +33,7 @@ from idml.evaluation.candidate import Candidate
 from idml.evaluation.comparison import compare
 from idml.evaluation.trial import Pool, Trial, draw_unknown
 from idml.experiments import first
-from idml.experiments.grid import Cell, _read
+from idml.experiments.grid import UNTAUGHT, Cell, _read
 from idml.experiments.guarantee_tables import write_tables
 from idml.features import CLEAN
 from idml.files import write_whole
@@ -98,7 +98,7 @@ def reproduce_guarantee(
 def _pool(data: str, run: Path, cell: Cell, report: Report) -> Pool:
     """The embedded test images of a run, which is trained if it is not there."""
     options = {name: value for name, value in cell.options.items() if name not in ("unknown", "rounds")}
-    config = from_dict({**options, "data": data, "out": str(run)})
+    config = from_dict({**UNTAUGHT, **options, "data": data, "out": str(run)})
     if not (run / "metrics.json").exists():
         run.parent.mkdir(parents=True, exist_ok=True)
         train(config, resume=True, report=report)

@@ -19,11 +19,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from idml.experiments.first import FROZEN, SCRATCH
+from idml.experiments.grid import UNTAUGHT
 from idml.training.presets import preset
 
 SCALES = ("laptop", "paper")
 _RATES = (1e-4, 3e-4, 1e-3)
-_PHOTOS = {key: FROZEN[key] for key in ("image_size", "embedding_dim")}
+_PHOTOS = {**UNTAUGHT, **{key: FROZEN[key] for key in ("image_size", "embedding_dim")}}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ _TWO_CORES = "one core of a 2-core CPU"
 _LAPTOP = {
     "frozen": Regime(
         "frozen",
-        {key: value for key, value in FROZEN.items() if key != "lr"},
+        {**UNTAUGHT, **{key: value for key, value in FROZEN.items() if key != "lr"}},
         Speed(6000, 10, f"{_TWO_CORES}; the trunk's features apart, about 3 minutes for each seed and kind of images"),
         longer=("epochs", "step_epochs", "crops"),
     ),
@@ -70,8 +71,8 @@ _LAPTOP = {
     "full": Regime("full", {**_PHOTOS, "epochs": 6}, Speed(55, 100, _TWO_CORES), rates=(1e-4, 3e-4), seeds=2),
     "scratch": Regime(
         "scratch",
-        {key: value for key, value in SCRATCH.items() if key != "lr"},
-        Speed(1100, 15, _TWO_CORES),
+        {**UNTAUGHT, **{key: value for key, value in SCRATCH.items() if key != "lr"}},
+        Speed(800, 22, _TWO_CORES),
         rates=(1e-3, 3e-3),
         seeds=3,
     ),
@@ -100,7 +101,7 @@ def regime_for(data: str, scale: str = "laptop", name: str | None = None) -> Reg
 
 def _paper(data: str) -> Regime:
     """The preset ``paper``; its rates are those of the paper's text, of its authors' commands, and one between."""
-    base = {key: value for key, value in preset("paper", data).items() if key not in ("lr", "tau", "gamma")}
+    base = {key: value for key, value in preset("paper", data).items() if key not in ("lr", "tau", "gamma", "method")}
     rates = (1e-5, 1e-4, float(preset("paper", data)["lr"]))
     speed = Speed(400, 300, "one NVIDIA A100, assumed: ResNet-50 trains on 400 images/s at 224 px in float32")
     return Regime("paper", base, speed, rates=rates)

@@ -21,7 +21,7 @@ from typing import Any
 
 from idml.data.sources import Dataset
 from idml.embeddings import Embeddings
-from idml.experiments.grid import Cell
+from idml.experiments.grid import UNTAUGHT, Cell
 from idml.experiments.judging import judge, judge_raw
 from idml.experiments.regimes import Regime
 from idml.files import write_whole
@@ -171,7 +171,7 @@ def _options(config: TrainConfig) -> dict[str, Any]:
     chosen = {}
     for item in fields(config):
         value = getattr(config, item.name)
-        default = item.default if item.default is not MISSING else None
+        default = UNTAUGHT.get(item.name, item.default if item.default is not MISSING else None)
         if item.name in _NAMED or (item.name not in ("data", "out", "workers") and value != default):
             chosen[item.name] = list(value) if isinstance(value, tuple) else value
     return chosen

@@ -140,11 +140,14 @@ def _found(arms: Arms, loss: str) -> Arm:
 
 
 def finetune(arms: Arms) -> Table:
-    """Chosen rows of Table 1, and the setting found, in a regime that trains more."""
+    """Chosen rows of Table 1, the setting found, and the default of `idml train`, in a regime that trains more."""
     rows: list[Arm] = []
     for loss in (_MS, _PA):
         rows += [arms.plain(loss), arms.twice(loss), arms.arm(loss, "idml"), _found(arms, loss)]
+    default = arms.arm(_MS, "plain", "plain, ranking", **_taught(arms, "ranking"))
     part = {"last": "the last stage", "frozen": "only the heads"}.get(arms.regime.name, "everything")
-    claims = [Gain(f"IDML improves {LOSSES[loss]} with {part} trained", (loss, "idml")) for loss in (_MS, _PA)]
+    claims: list[Claim] = []
+    claims += [Gain(f"IDML improves {LOSSES[loss]} with {part} trained", (loss, "idml")) for loss in (_MS, _PA)]
     claims += [as_many_images(loss, LOSSES[loss]) for loss in (_MS, _PA)]
-    return Table(f"Chosen rows of Table 1, {part} trained", tuple(rows), tuple(claims))
+    claims.append(ErrorsRanked(f"ranking teaches ‖u‖ to rank errors with {part} trained, {LOSSES[_MS]}", default.key))
+    return Table(f"Chosen rows of Table 1, {part} trained", (*rows, default), tuple(claims))

@@ -25,8 +25,8 @@ def build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | Probab
         embedding_dim=config.embedding_dim,
         uncertainty="gaussian" if config.probabilistic else "introspective",
         bound=config.bound,
-        detach=config.detach,
-        u_hidden=config.u_hidden,
+        detach=config.detached,
+        u_hidden=config.u_hidden or 0,
         image_size=config.image_size,
     )
     if config.part == "last":

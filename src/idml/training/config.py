@@ -18,6 +18,8 @@ Precision = Literal["float32", "bfloat16"]
 Beta = Literal["sum", "norms", "relative"]
 Train = Literal["all", "last", "heads"]
 Introspection = Literal["none", "ranking", "error", "graded"]
+_UNTAUGHT = ("plain", "mixup")  # methods whose loss never sees u
+_HIDDEN = 64
 _WITH_MIXUP = ("idml", "mixup", "constant-mixup", "pel-mixup")
 
 
@@ -31,8 +33,8 @@ class TrainConfig:
     """The run directory."""
     loss: str = "multi_similarity"
     """Name of the loss."""
-    method: Method = "idml"
-    """idml: metric and Mixup; ism: metric alone; constant: metric with u = 0; plain; pel: Gaussians; or with -mixup."""
+    method: Method = "plain"
+    """plain; idml: metric and Mixup; ism: metric alone; constant: metric with u = 0; pel: Gaussians; or with -mixup."""
     ambiguity: tuple[Ambiguity, ...] = ()
     """Kinds of ambiguous images to train on, beside those of the method."""
     labels: Labels = "sets"
@@ -67,13 +69,14 @@ class TrainConfig:
     bound: float | None = None
     """Squash the length of u below this."""
     detach: bool = False
-    """Keep the gradient of u out of the trunk."""
-    u_hidden: int = 0
-    """Width of a hidden layer in the uncertainty head; 0: the head is linear."""
+    """Keep the gradient of u out of the trunk (methods plain and mixup always do)."""
+    u_hidden: int | None = None
+    """Width of a hidden layer in the uncertainty head; 0: it is linear. By default 64 with introspection, else 0."""
     u_penalty: float = 0.0
     """Times the mean of ‖u‖², added to the loss."""
-    introspection: Introspection = "none"
-    """What else teaches u: ranking (by its pair loss), error (a wrong nearest neighbour), graded (degraded copies)."""
+    introspection: Introspection | None = None
+    """What else teaches u: ranking (by its pair loss), error (a wrong nearest neighbour), graded (degraded copies). By
+    default ranking where the loss does not teach it (plain, mixup), else none."""
     pca: bool = True
     """Start the semantic head at the principal components of the features (only with pretrained weights)."""
     image_size: int | None = None
@@ -133,6 +136,10 @@ class TrainConfig:
         if not isinstance(self.ambiguity, tuple | list):
             raise ValueError(f"ambiguity must be a list of kinds, got {self.ambiguity!r}")
         object.__setattr__(self, "ambiguity", tuple(self.ambiguity))
+        if self.introspection is None:
+            object.__setattr__(self, "introspection", "ranking" if self.method in _UNTAUGHT else "none")
+        if self.u_hidden is None:
+            object.__setattr__(self, "u_hidden", 0 if self.introspection == "none" else _HIDDEN)
         choices = (
             ("method", Method),
             ("schedule", Schedule),
@@ -171,6 +178,11 @@ class TrainConfig:
     def learns_u(self) -> bool:
         """Whether anything teaches u."""
         return self.method in ("idml", "ism") or self.introspection != "none"
+
+    @property
+    def detached(self) -> bool:
+        """Whether the gradient of u stays out of the trunk; where only introspection has one, it always does."""
+        return self.detach or self.method in _UNTAUGHT
 
     @property
     def part(self) -> Train:

@@ -37,6 +37,7 @@ from idml.training.report import write_report
 from idml.training.start import start_at_principal_components
 from idml.training.step import learn, require_finite, require_finite_gradients
 from idml.training.stream import Stream
+from idml.training.together import idle_options
 from idml.training.watch import Log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings
 
 Report = Callable[[dict[str, Any]], None]
@@ -85,7 +86,7 @@ def train(
 
         if dataset is None:
             dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
-        for line in dataset.notes:
+        for line in (*dataset.notes, *idle_options(config)):
             note(line)
         seen, held_out = hold_out(dataset.train, config.holdout)
         torch.manual_seed(config.seed)

@@ -3,6 +3,7 @@
 from typing import Any
 
 _PAPER: dict[str, Any] = {
+    "method": "idml", "introspection": "none", "u_hidden": 0,
     "trunk": "resnet50", "image_size": 224, "embedding_dim": 512, "batch_size": 120, "per_class": 0, "epochs": 60,
     "warmup_epochs": 5, "pca": False, "tau": 5.0, "gamma": 0.0, "weight_decay": 1e-4, "freeze_bn": True, "clip": 10.0,
     "lr": 6e-4, "schedule": "step", "step_epochs": 5, "step_factor": 0.5,

@@ -19,8 +19,7 @@ def start_at_principal_components(model: Model, features: Tensor) -> None:
     x = features.cpu().double()
     mean = x.mean(dim=0)
     x = x - mean
-    _, directions = torch.linalg.eigh(x.T @ x)  # eigenvalues ascend
-    rows = directions.T.flip(0)[: model.config.embedding_dim]
+    rows = _directions(x)[: model.config.embedding_dim]
     largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
     rows = rows * largest.sign()  # a direction has no sign of its own
     weight, bias = model.semantic.weight, model.semantic.bias
@@ -28,3 +27,13 @@ def start_at_principal_components(model: Model, features: Tensor) -> None:
     bias.zero_()
     weight[: len(rows)] = rows.to(weight)
     bias[: len(rows)] = -(rows @ mean).to(bias)
+
+
+def _directions(x: Tensor) -> Tensor:
+    """Orthonormal rows, those along which ``x`` varies most first."""
+    rows: Tensor
+    try:
+        rows = torch.linalg.eigh(x.T @ x)[1].T.flip(0)  # eigenvalues ascend
+    except RuntimeError:  # not found, on some CPUs, where a few images span less than the features' width
+        rows = torch.linalg.svd(x)[2]
+    return rows

@@ -13,6 +13,14 @@ def require_sense(config: "TrainConfig") -> None:
     _require_uncertainty(config)
 
 
+def idle_options(config: "TrainConfig") -> list[str]:
+    """What is not refused and yet changes nothing, since a preset may bring it: the metric's options without it."""
+    given = [name for name in ("tau", "gamma") if getattr(config, name) != getattr(type(config), name)]
+    if config.introspective or not given:
+        return []
+    return [f"{' and '.join(given)}: for the introspective metric, which method {config.method} does not use"]
+
+
 def _require_batches(config: "TrainConfig") -> None:
     for name, rate in (("lr", 1.0), ("lr · proxy_lr", config.proxy_lr), ("lr · u_lr", config.u_lr)):
         if config.lr * rate > 1e35:
@@ -51,7 +59,7 @@ def _require_uncertainty(config: "TrainConfig") -> None:
     if config.introspection != "none":
         if config.constant or config.probabilistic:
             raise ValueError(f"introspection teaches u, which method {method} does not have")
-        if config.part != "heads" and not config.detach:
+        if config.part != "heads" and not config.detached:
             raise ValueError("introspection needs detach or a frozen trunk: it may teach u, but not pull at the trunk")
     if config.beta != "sum":
         if not config.introspective or config.constant:
