@@ -82,7 +82,11 @@ def runs(options, tmp_path, capsys, monkeypatch):
         ({"a": 8}, {}, 'one class is not enough to train and test; the split "all" uses it for both'),
         ({"a": 8}, {"split": "all"}, "a batch of 8 with 2 images per class needs 4 classes"),
         ({**dict.fromkeys("abcdefgh", 1), **dict.fromkeys("ijklmnop", 2)}, {"holdout": 0}, "0 with two images or more"),
-        (dict.fromkeys("abcd", 4), {}, "a batch of 8 with 2 images per class needs 4 classes, but there are 2"),
+        (
+            dict.fromkeys("abcd", 4),
+            {},
+            "a batch of 8 with 2 images per class needs 4 classes, but there are 2: choose a batch_size of 4",
+        ),
         ({"a": 1, "b": 1, "c": 2, "d": 2}, {"per_class": 0}, "a batch needs 8 images, but there are 2"),
     ],
     ids=["empty", "one class", "one class for all", "single images", "few classes", "few images"],

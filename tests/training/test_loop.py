@@ -93,6 +93,17 @@ def test_warmup_trains_the_heads_alone(options, tmp_path):
     assert not torch.equal(runs["warm"][head], fresh[head])
 
 
+def test_few_classes_get_a_smaller_batch_than_the_default(options, tmp_path):
+    config, notes = {**options, "epochs": 1}, []
+    del config["batch_size"]
+    train(TrainConfig(out=str(tmp_path), **config), note=notes.append)
+    assert "4 classes to train on: batches of 8 images instead of 120" in notes
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["batch_size"] == 8
+    before = (tmp_path / "metrics.json").read_bytes()
+    train(TrainConfig(out=str(tmp_path), **config), resume=True)  # the same options as before
+    assert (tmp_path / "metrics.json").read_bytes() == before
+
+
 def test_an_existing_run_is_not_overwritten(options, tmp_path):
     config = TrainConfig(out=str(tmp_path), **{**options, "epochs": 1})
     train(config)

@@ -89,7 +89,9 @@ def class_batches(labels: Tensor, batch_size: int, per_class: int, *, seed: int,
         lone = int((~enough).sum())
         raise ValueError(
             f"a batch of {batch_size} with {per_class} images per class needs {classes} classes, but there are "
-            f"{len(sizes)}" + (f" with two images or more, and {lone} of one image, left out" if lone else "")
+            f"{len(sizes)}"
+            + (f" with two images or more, and {lone} of one image, left out" if lone else "")
+            + (f": choose a batch_size of {len(sizes) * per_class} or less" if len(sizes) > 1 else "")
         )
     left, batches = _groups_to_place((sizes + per_class - 1) // per_class, classes, generator)
     placed = torch.zeros_like(left)

@@ -84,7 +84,7 @@ class TrainConfig:
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 120
-    """Images a step, before mixtures double them."""
+    """Images a step, before mixtures double them; the default shrinks where few classes cannot fill it."""
     per_class: int = 4
     """Images of each class in a batch; 0 draws images without regard to classes."""
     micro_batch: int = 0

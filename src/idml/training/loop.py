@@ -37,7 +37,7 @@ from idml.training.report import write_report
 from idml.training.start import start_at_principal_components
 from idml.training.step import learn, require_finite, require_finite_gradients
 from idml.training.stream import Stream
-from idml.training.together import idle_options
+from idml.training.together import fitted_to, idle_options
 from idml.training.watch import Log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings
 
 Report = Callable[[dict[str, Any]], None]
@@ -89,6 +89,10 @@ def train(
         for line in (*dataset.notes, *idle_options(config)):
             note(line)
         seen, held_out = hold_out(dataset.train, config.holdout)
+        asked, config = config.batch_size, fitted_to(seen.labels, config)
+        if config.batch_size != asked:
+            note(f"{len(seen.classes)} classes to train on: batches of {config.batch_size} images instead of {asked}")
+            processes.require_shares(config.batch_size, config.mixed_images)
         torch.manual_seed(config.seed)
         model, loss = build(config, len(seen.classes))
         model.to(device)

@@ -1,8 +1,11 @@
 """Which training options go together; a combination that makes no sense is refused with one line."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from idml.training.config import TrainConfig
 
 
@@ -19,6 +22,15 @@ def idle_options(config: "TrainConfig") -> list[str]:
     if config.introspective or not given:
         return []
     return [f"{' and '.join(given)}: for the introspective metric, which method {config.method} does not use"]
+
+
+def fitted_to(labels: "Tensor", config: "TrainConfig") -> "TrainConfig":
+    """The options for these training labels: few classes, which cannot fill the default batch, get a smaller one."""
+    if not config.per_class or config.batch_size != type(config).batch_size:
+        return config
+    classes = int((labels.bincount() >= min(config.per_class, 2)).sum())
+    fill = classes * config.per_class
+    return replace(config, batch_size=fill) if classes > 1 and fill < config.batch_size else config
 
 
 def _require_batches(config: "TrainConfig") -> None:
