@@ -150,6 +150,21 @@ def test_lists_are_filtered_and_worked_off(served, visit, expect):
     expect(page.locator("#title")).to_contain_text("Likely mislabelled")
 
 
+def test_a_filter_that_is_chosen_while_another_is_applied_is_not_lost(served, visit, expect):
+    page = visit(served.url)
+    ready(page, expect)
+    page.evaluate(
+        """() => {
+          for (const [id, field, value] of [["decided", "checked", true], ["kind", "value", "duplicate"]]) {
+            const element = document.getElementById(id);
+            element[field] = value;
+            element.dispatchEvent(new Event("change"));
+          }
+        }"""
+    )
+    expect(page.locator("#title")).to_contain_text("Duplicate, number 1")
+
+
 def test_buttons_and_a_page_that_is_opened_again(served, visit, expect):
     page = visit(served.url)
     first = ready(page, expect)

@@ -9,7 +9,7 @@ const KINDS = {
 const TITLES = {mislabelled: "Likely mislabelled", duplicate: "Duplicate", ambiguous: "Ambiguous"};
 const SAID = {keep: "Kept", relabel: "Relabelled", exclude: "Excluded", undo: "Undone"};
 const at = (id) => document.getElementById(id);
-const state = {item: null, busy: false, made: []};
+const state = {item: null, busy: false, filtered: false, made: []};
 
 async function ask(path, body) {
   const options = body === undefined ? {} : {
@@ -26,18 +26,24 @@ async function ask(path, body) {
   return told;
 }
 
-// Runs one action at a time: a key that is held down decides nothing twice.
+// Runs one action at a time: a key that is held down decides nothing twice. A filter that is chosen meanwhile is not
+// lost: it is applied after the action.
 async function act(action) {
   if (state.busy) return;
   state.busy = true;
   at("alert").textContent = "";
-  try {
-    await action();
-  } catch (error) {
-    at("alert").textContent = error.message;
-  } finally {
-    state.busy = false;
+  const alarm = (error) => { at("alert").textContent = error.message; };
+  await action().catch(alarm);
+  while (state.filtered) {
+    state.filtered = false;
+    await next().catch(alarm);
   }
+  state.busy = false;
+}
+
+function filter() {
+  state.filtered = true;
+  return act(async () => {});
 }
 
 function showProgress(progress) {
@@ -171,7 +177,7 @@ function filters() {
     option.id = `count-${kind}`;
     return option;
   }));
-  at("kind").addEventListener("change", () => act(() => next()));
+  at("kind").addEventListener("change", filter);
 }
 
 function key(event) {
@@ -196,7 +202,7 @@ at("exclude").addEventListener("click", () => decide("exclude"));
 at("skip").addEventListener("click", skip);
 at("undo").addEventListener("click", undo);
 at("clean").addEventListener("click", clean);
-at("decided").addEventListener("change", () => act(() => next()));
+at("decided").addEventListener("change", filter);
 at("label").addEventListener("input", complete);
 at("image").addEventListener("error", () => { at("status").textContent = "The image cannot be shown."; });
 at("actions").addEventListener("submit", (event) => {
