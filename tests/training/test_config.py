@@ -17,11 +17,12 @@ def parse(*arguments):
 def test_every_field_is_a_flag():
     config = parse(
         "--data", "glyphs", "--out", "x", "--loss", "contrastive", "--method", "ism", "--ambiguity", "blur", "cutmix",
+        "--loss-parameters", "negative_margin=0.7",
         "--image-size", "64", "--bound", "1.5", "--no-freeze-bn", "--strict-data", "--gamma", "3",
     )  # fmt: skip
     assert config == TrainConfig(
         data="glyphs", out="x", loss="contrastive", method="ism", ambiguity=("blur", "cutmix"), image_size=64,
-        bound=1.5, freeze_bn=False, strict_data=True, gamma=3.0,
+        loss_parameters=("negative_margin=0.7",), bound=1.5, freeze_bn=False, strict_data=True, gamma=3.0,
     )  # fmt: skip
 
 

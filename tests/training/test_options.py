@@ -41,7 +41,7 @@ def step(**changes):
     return model, loss, value, embeddings, model.features(images)
 
 
-def by_hand(model, features, pair, extra=lambda u: 0.0):
+def by_hand(model, features, pair, extra=lambda u: 0.0, margins=(0.0, 0.5)):
     """The contrastive loss over explicit pairs, D = ``pair``(α, u₁, u₂), and its gradients for both heads."""
     s = model.semantic(features.detach())
     u = model.uncertainty(features.detach())
@@ -51,9 +51,10 @@ def by_hand(model, features, pair, extra=lambda u: 0.0):
             if i != j:
                 a, b = s[i] / s[i].norm(), s[j] / s[j].norm()
                 d = pair((a - b).norm(), u[i], u[j])
-                (pulls if LABELS[i] == LABELS[j] else pushes).append(d if LABELS[i] == LABELS[j] else (0.5 - d).relu())
-    pushed = [p for p in pushes if p > 0]
-    value = sum(pulls) / len(pulls) + (sum(pushed) / len(pushed) if pushed else 0.0) + extra(u)
+                same = LABELS[i] == LABELS[j]
+                (pulls if same else pushes).append((d - margins[0] if same else margins[1] - d).relu())
+    pulled, pushed = ([x for x in terms if x > 0] for terms in (pulls, pushes))
+    value = sum(pulled) / max(len(pulled), 1) + sum(pushed) / max(len(pushed), 1) + extra(u)
     parameters = [*model.semantic.parameters(), *model.uncertainty.parameters()]
     return value, torch.autograd.grad(value, parameters, allow_unused=True)
 
@@ -225,6 +226,39 @@ def test_options_of_the_metric_are_said_to_be_idle_without_it():
     config = TrainConfig(data="cars:x", out="-", tau=3.0, gamma=3.0)
     assert idle_options(config) == ["tau and gamma: for the introspective metric, which method plain does not use"]
     assert idle_options(replace(config, method="idml", detach=True)) == idle_options(TrainConfig("glyphs", "-")) == []
+
+
+def test_parameters_of_the_loss_are_options():
+    changes = {"method": "plain", "loss_parameters": ("positive_margin=0.01", "negative_margin=1.2")}
+    model, _, value, _, features = step(**changes)
+    wanted, gradients = by_hand(model, features, lambda a, u, v: a, margins=(0.01, 1.2))
+    assert float(value) == pytest.approx(float(wanted.detach()), abs=1e-12)
+    torch.testing.assert_close(model.semantic.weight.grad, gradients[0])
+    assert float(step(method="plain")[2]) != pytest.approx(float(value), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words", "said"),
+    [
+        ("contrastive", ["negative_margin"], "of the form name=number, got 'negative_margin'"),
+        ("contrastive", ["negative_margin=wide"], "of the form name=number, got 'negative_margin=wide'"),
+        ("contrastive", ["negative_margin=nan"], "of the form name=number"),
+        ("contrastive", ["=1"], "of the form name=number"),
+        ("contrastive", ["negative_margin=1", "negative_margin=2"], "give negative_margin twice"),
+        ("contrastive", ["margin=1"], "unknown parameter 'margin' of Contrastive; did you mean"),
+        ("contrastive", ["metric=1"], "unknown parameter 'metric' of Contrastive"),
+        ("margin_dw", ["seed=1"], "unknown parameter 'seed' of MarginDW"),
+        ("fast_ap", ["bins=2.5"], "bins of FastAP must be a positive whole number, got 2.5"),
+        ("fast_ap", ["bins=0"], "bins of FastAP must be a positive whole number, got 0"),
+        ("contrastive", "negative_margin=1", "loss_parameters must be a list of name=value"),
+        ("contrastive", [0.5], "loss_parameters must be a list of name=value"),
+        ("nothing", ["margin=1"], "unknown loss 'nothing'"),
+    ],
+)
+def test_parameters_that_a_loss_does_not_have_are_refused(loss, words, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        step(loss=loss, loss_parameters=words)
+    assert "\n" not in str(caught.value)
 
 
 def test_proxy_uncertainty_needs_proxies(options, tmp_path):

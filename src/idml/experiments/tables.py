@@ -137,7 +137,7 @@ def _levels(arms: Arms) -> Table:
     return Table("Figure: ‖u‖ of clean and mixed test images", tuple(rows), tuple(claims))
 
 
-OWN = ("noise", "beta", "proxies", "introspection", "settings", "fit", "found")
+OWN = ("noise", "beta", "proxies", "introspection", "settings", "fit", "found", "margins")
 """Tables whose claims are questions of our own, not the paper's."""
 TABLES: dict[str, Callable[[Arms], Table]] = {
     "table1": _table1,
@@ -158,5 +158,6 @@ TABLES: dict[str, Callable[[Arms], Table]] = {
     "settings": tables_beyond.settings,
     "fit": tables_beyond.fit,
     "found": tables_beyond.found,
+    "margins": tables_beyond.margins,
     "finetune": tables_beyond.finetune,
 }

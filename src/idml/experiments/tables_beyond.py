@@ -12,6 +12,8 @@ SIGNALS = ("ranking", "error", "graded")
 CONSTANTS = (1.0, 2.0, 4.0)
 FOUND = {"contrastive": "constant, γ = 4", _MS: "constant, γ = 1", _PA: "ism, relative, error"}
 """The setting of each loss with the best held-out score on CUB with a frozen trunk, of those not plain in disguise."""
+MARGINS = ((0.0, 0.75), (0.0, 1.06), (0.5, 0.75), (0.5, 1.06))
+"""Contrastive's margins for positives and negatives; 1.06 is the distance whose D is the usual 0.5 under γ = 4."""
 _HIDDEN = 64  # width of the hidden layer of a u that a signal teaches
 
 
@@ -133,6 +135,20 @@ def found(arms: Arms) -> Table:
         rows += [arms.plain(loss), own]
         claims.append(Gain(f"the setting found ({own.name}) improves {LOSSES[loss]}", own.key))
     return Table("The settings found on CUB with a frozen trunk", tuple(rows), tuple(claims))
+
+
+def margins(arms: Arms) -> Table:
+    """Whether what a constant u gives contrastive is more than other margins give it."""
+    loss = "contrastive"
+    own, rows = _found(arms, loss), []
+    for pull, push in MARGINS:
+        words = (f"positive_margin={pull:g}", f"negative_margin={push:g}")
+        rows.append(arms.arm(loss, "plain", f"plain, margins {pull:g} and {push:g}", loss_parameters=words))
+    claims: list[Claim] = [Gain(f"{own.name} improves {LOSSES[loss]}", own.key)]
+    for row in rows:
+        claims.append(Gain(f"{row.name} improves {LOSSES[loss]}", row.key))
+        claims.append(Gain(f"{own.name} is above {row.name}", own.key, row.key))
+    return Table("Other margins of contrastive", (arms.plain(loss), own, *rows), tuple(claims))
 
 
 def _found(arms: Arms, loss: str) -> Arm:

@@ -41,15 +41,24 @@ class MetricLoss(nn.Module):
             if count is not None and (not isinstance(count, int) or count < 1):
                 raise ValueError(f"{name} must be a positive whole number, got {count!r}")
         self.num_classes, self.embedding_dim = num_classes, embedding_dim
-        self.parameters_of_loss = {**self._defaults(), **parameters}
-        unknown = [name for name in parameters if name not in self._defaults()]
-        if unknown:
-            raise ValueError(unknown_name("parameter", unknown[0], self._defaults(), f" of {type(self).__name__}"))
+        self.parameters_of_loss = {**self.defaults(), **self.known(parameters)}
 
     @classmethod
-    def _defaults(cls) -> dict[str, Any]:
+    def defaults(cls) -> dict[str, Any]:
+        """The parameters of the loss function."""
         signature = inspect.signature(cls.function).parameters.values()
-        return {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+        return {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
+
+    @classmethod
+    def known(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        """The same parameters; ``ValueError`` if the loss has no such ones."""
+        usual = cls.defaults()
+        for name, value in parameters.items():
+            if name not in usual:
+                raise ValueError(unknown_name("parameter", name, usual, f" of {cls.__name__}"))
+            if isinstance(usual[name], int) and not (type(value) is int and value >= 1):
+                raise ValueError(f"{name} of {cls.__name__} must be a positive whole number, got {value!r}")
+        return parameters
 
     def _require_form(self) -> None:
         method = {"distance": self.metric.distances, "cosine": self.metric.cosines}[self.form]

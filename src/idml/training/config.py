@@ -33,6 +33,8 @@ class TrainConfig:
     """The run directory."""
     loss: str = "multi_similarity"
     """Name of the loss."""
+    loss_parameters: tuple[str, ...] = ()
+    """Parameters of the loss that differ from its defaults, as name=value (contrastive: negative_margin=0.75)."""
     method: Method = "plain"
     """plain; idml: metric and Mixup; ism: metric alone; constant: metric with u = 0; pel: Gaussians; or with -mixup."""
     ambiguity: tuple[Ambiguity, ...] = ()
@@ -133,9 +135,11 @@ class TrainConfig:
                 raise ValueError(f"{field.name} must be true or false, got {value!r}")
             if field.type is str and not isinstance(value, str):
                 raise ValueError(f"{field.name} must be a word, got {value!r}")
-        if not isinstance(self.ambiguity, tuple | list):
-            raise ValueError(f"ambiguity must be a list of kinds, got {self.ambiguity!r}")
-        object.__setattr__(self, "ambiguity", tuple(self.ambiguity))
+        for name, what in (("ambiguity", "kinds"), ("loss_parameters", "name=value")):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list) or not all(isinstance(word, str) for word in value):
+                raise ValueError(f"{name} must be a list of {what}, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
         if self.introspection is None:
             object.__setattr__(self, "introspection", "ranking" if self.method in _UNTAUGHT else "none")
         if self.u_hidden is None:

@@ -11,6 +11,8 @@ from typing import Any, get_args, get_type_hints
 from idml.training.config import TrainConfig, from_dict
 from idml.training.presets import NAMES
 
+_LISTED = {"ambiguity": "KIND", "loss_parameters": "NAME=X"}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """One flag for each field, ``image_size`` as --image-size, with its documentation as help."""
@@ -23,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         text = (texts.get(field.name, "") + default).replace("%", "%%")
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        elif field.name == "ambiguity":
-            parser.add_argument(flag, nargs="*", default=argparse.SUPPRESS, metavar="KIND", help=text)
+        elif field.default == ():
+            parser.add_argument(flag, nargs="*", default=argparse.SUPPRESS, metavar=_LISTED[field.name], help=text)
         else:
             convert = next((t for t in (int, float) if kind is t or t in get_args(kind)), str)
             parser.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=_word(convert), help=text)
