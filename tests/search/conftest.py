@@ -3,9 +3,39 @@
 import os
 
 import pytest
+from made_images import as_items, fit_calibrations, save_run
+
+from idml.search.gallery import Gallery
 
 
 @pytest.fixture
 def _no_waiting(monkeypatch):
     """No fsync: a kill does not need it, only a power failure does, and it takes most of a test's time."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A calibrated run, with the gallery and the queries of its world."""
+    run = save_run(tmp_path_factory.mktemp("calibrated"))
+    return run, *fit_calibrations(run)
+
+
+@pytest.fixture
+def gallery(run, tmp_path):
+    with Gallery.create(tmp_path / "g", run) as made:
+        yield made
+
+
+@pytest.fixture
+def shop(world, tmp_path):
+    """A calibrated gallery, what it holds, and queries with their labels."""
+    run, stored, labels, queries, own = world
+    with Gallery.create(tmp_path / "shop", run) as made:
+        made.put(as_items(labels.tolist()), stored)
+        yield made, stored, labels, queries, own

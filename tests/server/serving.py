@@ -1,5 +1,6 @@
 """Images, galleries and clients for the tests of the service."""
 
+import hashlib
 import io
 
 import numpy as np
@@ -53,3 +54,7 @@ def said(response):
     assert "\n" not in content["error"]
     assert "Traceback" not in content["error"]
     return content["error"]
+
+
+def identity(data):
+    return hashlib.sha256(data).hexdigest()[:32]

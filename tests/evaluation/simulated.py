@@ -1,0 +1,39 @@
+"""Queries whose truth is known, and how surprising a number of broken promises is."""
+
+import torch
+from scipy.stats import binom
+
+from idml.evaluation.evidence import Evidence
+
+
+def population(n, unknown, seed=0, classes=40):
+    """Queries with some evidence for their answers, a share of them unknown: evidence, correct, known, places."""
+    g = torch.Generator().manual_seed(seed)
+    hard = torch.rand(n, generator=g)
+    known = torch.rand(n, generator=g) >= unknown
+    wrong = (torch.rand(n, generator=g) < hard**3) | ~known
+    noise = lambda scale: scale * torch.randn(n, generator=g)  # noqa: E731
+    near = (0.4 + 0.3 * hard + noise(0.08) + 0.25 * ~known).clamp_min(0)
+    level, margin = hard + noise(0.3), -(1 - hard) * (0.5 + 0.5 * known) + noise(0.15)
+    late = torch.randint(2, 13, (n,), generator=g)
+    places = torch.where(wrong, torch.where(known & (late <= 10), late, 0), 1)
+    evidence = Evidence(
+        level=level.abs(),
+        nearest=near,
+        kth=near + 0.2,
+        spread=near / (near + 0.2),
+        gap=margin / 3,
+        pair=2 * level.abs(),
+        margin=margin,
+        ratio=near / (near - margin.clamp_max(0) + 0.1),
+        entropy=(hard + noise(0.2)).clamp_min(0),
+        disagreement=(hard + noise(0.2)).clamp(0, 0.9),
+        indices=torch.zeros(n, 10, dtype=torch.long),
+        searched="10 nearest, euclidean",
+    )
+    return evidence, ~wrong, known, places, torch.randint(classes, (n,), generator=g)
+
+
+def excess(broken, rounds, rate):
+    """P(so many or more broken promises) if each is broken with probability ``rate``."""
+    return float(binom.sf(broken - 1, rounds, rate))

@@ -1,0 +1,153 @@
+"""Searching over HTTP, with a real gallery."""
+
+import io
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from serving import LABELS, client_of, identity, picture, said, search
+
+from idml.data.images import decode_image
+from idml.evaluation.guarantee import Counts
+from idml.search.answers import Wishes
+from idml.search.gallery import Gallery
+
+RESULT = {"id", "path", "label", "distance", "probability", "level", "duplicates"}
+ANSWER = {"state", "reason", "probability", "novelty", "calibrated", "level", "set_size", "results", "notes", "took_ms"}
+
+
+def test_search_finds_the_image_itself(shared):
+    response = search(shared, picture(5), "?k=3")
+    assert response.status_code == 200
+    content = response.json()
+    assert set(content) == ANSWER
+    assert content["state"] in ("match", "unsure", "not in the collection")
+    assert content["calibrated"] is False
+    assert content["probability"] is None
+    assert len(content["results"]) == 3
+    assert all(set(result) == RESULT for result in content["results"])
+    first = content["results"][0]
+    assert first["id"] == identity(picture(5))
+    assert first["label"] == LABELS[1]
+    assert first["path"].startswith("uploads/")
+    assert first["distance"] == pytest.approx(0, abs=1e-3)
+    assert content["took_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("?k=0", "?k=101", "?k=x", "?k=1.5", "?max_error=0", "?max_error=1", "?max_error=nan"),
+        *("?max_missed=0", "?max_missed=1", "?max_missed="),
+    ],
+)
+def test_search_refuses_bad_parameters(shared, query):
+    response = search(shared, picture(5), query)
+    assert response.status_code == 422
+    assert said(response).split(":")[0] in ("k", "max_error", "max_missed")
+
+
+def test_wishes_reach_the_gallery_and_its_answer_the_client(client, gallery, monkeypatch):
+    asked, real = [], gallery.search
+
+    def search_sets(images, k, wishes):
+        asked.append((k, wishes))
+        return [replace(reply, answer=replace(reply.answer, results=2)) for reply in real(images, k, wishes)]
+
+    monkeypatch.setattr(gallery, "search", search_sets)
+    assert search(client, picture(5), "?k=7&max_error=0.2&max_missed=0.1").json()["set_size"] == 2
+    assert search(client, picture(5)).status_code == 200
+    assert asked == [(7, Wishes(max_error=0.2, max_missed=0.1)), (12, Wishes())]
+
+
+def test_promises_say_what_they_are_for(client, gallery, monkeypatch):
+    """The confidence, and how many of the queries may be unknown."""
+    counts = Counts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
+    monkeypatch.setattr(gallery, "promises", lambda: [counts.promise(error, 0.9) for error in (0.01, 0.05)])
+    status = replace(gallery.status(), calibrated=True, unknown_share=0.25)
+    monkeypatch.setattr(gallery, "status", lambda: status)
+    content = client.get("/api/gallery").json()
+    assert (content["calibrated"], content["unknown_share"]) == (True, 0.25)
+    reason = counts.promise(0.01, 0.9).reason
+    cannot = {"max_error": 0.01, "possible": False, "threshold": None, "coverage": 0.0, "reason": reason}
+    can = {"max_error": 0.05, "possible": True, "threshold": 0.9, "coverage": 0.6, "reason": ""}
+    assert content["promises"] == [{**promise, "confidence": 0.9} for promise in (cannot, can)]
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_search_knows_all_formats(shared, format):
+    response = search(shared, picture(3, format=format))
+    assert response.status_code == 200
+    assert response.json()["results"][0]["id"] == identity(picture(3))
+
+
+def test_search_in_an_empty_gallery(tmp_path, tiny_run):
+    with client_of(Gallery.create(tmp_path / "empty", tiny_run)) as client:
+        content = search(client, picture(0)).json()
+        assert content["state"] == "not in the collection"
+        assert content["results"] == []
+        assert client.get("/api/items").json() == {"total": 0, "items": []}
+
+
+def test_many_at_once_get_what_each_gets_alone(client, gallery):
+    """32 threads; the reference is the gallery itself, one image at a time."""
+    queries = [picture(n) for n in range(32)]
+    sizes = []
+    batcher = gallery.search
+
+    def counted(images, k, wishes):
+        sizes.append(len(images))
+        return batcher(images, k, wishes)
+
+    gallery.search = counted
+    barrier = threading.Barrier(32)
+
+    def ask(number):
+        barrier.wait()
+        return search(client, queries[number], f"?k={3 + number % 2}").json()
+
+    with ThreadPoolExecutor(32) as threads:
+        answers = list(threads.map(ask, range(32)))
+    assert max(sizes) > 1  # they did go together
+    for number, content in enumerate(answers):
+        image = decode_image(io.BytesIO(queries[number]), "query")
+        [alone] = batcher([image], 3 + number % 2, Wishes(max_error=0.05))
+        assert content["state"] == alone.answer.state.value
+        assert [x["id"] for x in content["results"]] == [x.id for x in alone.results]
+        expected = [x.distance for x in alone.results]
+        assert [x["distance"] for x in content["results"]] == pytest.approx(expected, abs=1e-3)
+        assert content["level"] == pytest.approx(alone.level, rel=1e-4)
+
+
+def test_a_broken_query_fails_alone(shared):
+    whole = picture(1, size=(60, 60), format="JPEG")
+    queries = [picture(0), b"no image", whole[:300], picture(2)] * 4
+
+    def ask(data):
+        return search(shared, data).status_code
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(ask, queries)) == [200, 415, 422, 200] * 4
+
+
+def test_numbers_are_always_finite(client, gallery, monkeypatch):
+    real = gallery.search
+
+    def strange(images, k, wishes):
+        found = real(images, k, wishes)
+        bad = float("nan"), float("inf"), -float("inf")
+        results = tuple(replace(r, distance=bad[0], probability=bad[1], level=bad[2]) for r in found[0].results)
+        answer = replace(found[0].answer, probability=bad[0], novelty=bad[1])
+        return [replace(found[0], answer=answer, results=results, level=bad[0])]
+
+    monkeypatch.setattr(gallery, "search", strange)
+    response = search(client, picture(0))
+    assert response.status_code == 200
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    content = json.loads(response.content, parse_constant=refuse)
+    assert content["level"] is content["novelty"] is content["results"][0]["distance"] is None
