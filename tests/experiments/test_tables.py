@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,8 @@ from idml.experiments.regimes import regime_for
 from idml.experiments.reproduce import reproduce_table
 from idml.experiments.store import RAW, Store
 from idml.experiments.tables import TABLES
-from idml.experiments.tables_beyond import FOUND
+from idml.experiments.tables_beyond import FOUND, MARGINS
+from idml.training.config import TrainConfig
 
 
 def table(what, data="cub:x", **regime):
@@ -184,6 +186,15 @@ def test_the_settings_found_have_the_best_held_out_score():
             if sum(run["weight"] for run in runs.values()) / len(runs) <= DISGUISE:
                 scores[arm.name] = sum(run["selected_score"] for run in runs.values())
         assert name == max(scores, key=scores.get), scores
+
+
+def test_other_margins_of_contrastive_end_where_those_of_the_setting_found_do():
+    assert FOUND["contrastive"] == "constant, γ = 4"
+    far = max(push for _, push in MARGINS)
+    assert far * math.exp(-4 / (TrainConfig.tau * far)) == pytest.approx(0.5, abs=0.005)  # the usual margin, of D
+    words = [row.options.get("loss_parameters") for row in table("margins").arms]
+    assert words == [None, None, *((f"positive_margin={a:g}", f"negative_margin={b:g}") for a, b in MARGINS)]
+    assert len(table("margins", name="full").arms) == 4
 
 
 def test_workers_wait_for_each_other(patterns, small, tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CHOSEN = ("last", "full")  # regimes that are too dear for more than the chosen rows
+_OF_CHOSEN = ("finetune", "found", "margins")
 _STYLE = """<style>
 table { width: max-content; max-width: calc(100vw - 4rem); font-size: .85rem; line-height: 1.35 }
 td { max-width: 16rem } .confirmed { color: #176b2c } .not { color: #a3261b } .cannot, .missing { color: #666 }
@@ -111,7 +112,7 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
     for data, regime in stored_regimes(out):
         store = Store(out, data, regime, note)
         for what, build in TABLES.items():
-            if regime.name in _CHOSEN and what not in ("finetune", "found"):
+            if regime.name in _CHOSEN and what not in _OF_CHOSEN:
                 continue
             if what == "finetune" and regime.name not in (*_CHOSEN, "paper"):
                 continue

@@ -141,7 +141,7 @@ def margins(arms: Arms) -> Table:
     """Whether what a constant u gives contrastive is more than other margins give it."""
     loss = "contrastive"
     own, rows = _found(arms, loss), []
-    for pull, push in MARGINS:
+    for pull, push in MARGINS if arms.regime.name == "frozen" else MARGINS[:2]:  # positives' makes no difference there
         words = (f"positive_margin={pull:g}", f"negative_margin={push:g}")
         rows.append(arms.arm(loss, "plain", f"plain, margins {pull:g} and {push:g}", loss_parameters=words))
     claims: list[Claim] = [Gain(f"{own.name} improves {LOSSES[loss]}", own.key)]
@@ -160,10 +160,11 @@ def finetune(arms: Arms) -> Table:
     rows: list[Arm] = []
     for loss in (_MS, _PA):
         rows += [arms.plain(loss), arms.twice(loss), arms.arm(loss, "idml"), _found(arms, loss)]
-    default = arms.arm(_MS, "plain", "plain, ranking", **_taught(arms, "ranking"))
+    mixup, default = arms.arm(_MS, "mixup"), arms.arm(_MS, "plain", "plain, ranking", **_taught(arms, "ranking"))
     part = {"last": "the last stage", "frozen": "only the heads"}.get(arms.regime.name, "everything")
     claims: list[Claim] = []
     claims += [Gain(f"IDML improves {LOSSES[loss]} with {part} trained", (loss, "idml")) for loss in (_MS, _PA)]
     claims += [as_many_images(loss, LOSSES[loss]) for loss in (_MS, _PA)]
+    claims.append(Gain(f"the metric adds to Mixup with {part} trained, {LOSSES[_MS]}", (_MS, "idml"), mixup.key))
     claims.append(ErrorsRanked(f"ranking teaches ‖u‖ to rank errors with {part} trained, {LOSSES[_MS]}", default.key))
-    return Table(f"Chosen rows of Table 1, {part} trained", (*rows, default), tuple(claims))
+    return Table(f"Chosen rows of Table 1, {part} trained", (*rows, mixup, default), tuple(claims))
