@@ -20,10 +20,11 @@ def run(code):
 
 
 def test_import_costs_little_beyond_torch():
-    code = "import torch, time; t = time.perf_counter(); import idml; print(time.perf_counter() - t)"
-    assert min(float(run(code)) for _ in range(2)) < 0.5
-    used = code.replace("import idml;", "import idml, idml.losses; idml.Embeddings; idml.IntrospectiveMetric;")
-    assert min(float(run(used)) for _ in range(2)) < 0.5
+    code = (
+        "import torch, time; t = time.perf_counter(); import idml; print(time.perf_counter() - t)\n"
+        "import idml.losses; idml.Embeddings; idml.IntrospectiveMetric; print(time.perf_counter() - t)"
+    )
+    assert any(max(map(float, run(code).split())) < 0.5 for _ in range(2))  # the second time with a warm cache
 
 
 def test_heavy_libraries_wait_until_they_are_used():

@@ -10,7 +10,7 @@ from idml.memory import keep_memory
 if sys.argv[1] == "keep":
     assert keep_memory()
 for count in (5_000_000, 10_000_000, 20_000_000):  # the heap grows to what is needed
-    for _ in range(8):
+    for _ in range(3):
         torch.ones(count)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):

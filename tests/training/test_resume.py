@@ -3,11 +3,10 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from children import run, start
 from safetensors.torch import load_file
 
 from idml.training.checkpoint import lock_run
@@ -22,18 +21,8 @@ def command(options, out, *more):
     flags = []
     for key, value in options.items():
         name = key.replace("_", "-")
-        flags += (
-            [f"--{name}" if value is True else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
-        )
-    return [sys.executable, "-m", "idml.cli", "train", "--out", str(out), *flags, *more]
-
-
-def run(options, out, *more):
-    return subprocess.run(command(options, out, *more), capture_output=True, text=True, check=False, env=environment())
-
-
-def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+        flags += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", value]
+    return ["train", "--out", out, *flags, *more]
 
 
 def final(out):
@@ -51,27 +40,25 @@ def steps_logged(out):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed_is_bit_identical(options, tmp_path, workers):
-    env = environment()
     options = {**options, "epochs": 4, "workers": workers, "loss": "proxy_anchor"}
     whole = tmp_path / "whole"
-    assert run(options, whole).returncode == 0
+    assert run(command(options, whole)) == 0
     chance = random.Random(workers)
     torn, kills = tmp_path / "torn", 0
     total = steps_logged(whole)
     for target in sorted(chance.sample(range(1, total), min(KILLS, total - 1))):
-        process = subprocess.Popen(
-            command(options, torn, "--resume"), env=env, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        while process.poll() is None and steps_logged(torn) < target:
+        process = start(command(options, torn, "--resume"))
+        while process.is_alive() and steps_logged(torn) < target:
             time.sleep(0.005)
         time.sleep(chance.random() * 0.03)
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
+        if process.is_alive():
+            process.kill()
             kills += 1
-        process.wait()
+        process.join()
     assert kills >= 1
-    ended = run(options, torn, "--resume", "--json")
-    assert ended.returncode == 0, ended.stderr
+    assert run(command(options, torn, "--resume", "--json"), said=tmp_path / "said") == 0, (
+        tmp_path / "said"
+    ).read_text()
     assert final(torn) == final(whole)
     assert steps_logged(torn) == total
     assert not list(torn.rglob("*.part"))
@@ -79,27 +66,12 @@ def test_killed_and_resumed_is_bit_identical(options, tmp_path, workers):
 
 def test_killed_inside_a_checkpoint_write(options, tmp_path):
     """The process dies between writing the temporary file and renaming it, at every checkpoint in turn."""
-    env = environment()
     options = {**options, "epochs": 2}
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    subprocess.run(command(options, whole), env=env, capture_output=True, check=True)
-    code = (
-        "import os, sys, signal; from pathlib import Path; import idml.cli\n"
-        "n, old = int(sys.argv.pop(1)), Path.replace\n"
-        "def replace(self, target):\n"
-        "    global n\n"
-        "    n -= self.name == '.last.safetensors.part'\n"
-        "    os.kill(os.getpid(), signal.SIGKILL) if n == 0 else old(self, target)\n"
-        "Path.replace = replace\n"
-        "sys.exit(idml.cli.main(sys.argv[1:]))"
-    )
+    assert run(command(options, whole)) == 0
     for n in (1, 2):
-        arguments = command(options, torn, "--resume")[3:]
-        dead = subprocess.run(
-            [sys.executable, "-c", code, str(n), *arguments], env=env, capture_output=True, check=False
-        )
-        assert dead.returncode == -signal.SIGKILL
-    subprocess.run(command(options, torn, "--resume"), env=env, capture_output=True, check=True)
+        assert run(command(options, torn, "--resume"), torn=n) == -signal.SIGKILL
+    assert run(command(options, torn, "--resume")) == 0
     assert final(torn) == final(whole)
 
 
@@ -154,14 +126,13 @@ def test_a_forked_child_does_not_hold_the_run(tmp_path):
 
 
 def test_sigterm_writes_a_checkpoint_and_exits(options, tmp_path):
-    env = environment()
     options = {**options, "epochs": 200, "checkpoint_every": 10_000}
-    process = subprocess.Popen(command(options, tmp_path), env=env, stderr=subprocess.PIPE, text=True)
-    while steps_logged(tmp_path) < 1:
-        assert process.poll() is None
+    process = start(command(options, tmp_path / "run"), said=tmp_path / "said")
+    while steps_logged(tmp_path / "run") < 1:
+        assert process.is_alive()
         time.sleep(0.01)
     process.terminate()
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert "go on with --resume" in said
-    assert (tmp_path / "checkpoints" / "last.safetensors").exists()
+    process.join(60)
+    assert process.exitcode == 143
+    assert "go on with --resume" in (tmp_path / "said").read_text()
+    assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
