@@ -2,10 +2,17 @@
 
 import os
 
+import milvus_server
 import pytest
 from made_images import as_items, fit_calibrations, save_run
 
 from idml.search.gallery import Gallery
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Nothing but the modules about Milvus needs its server."""
+    if "milvus" in item.path.name and (nextitem is None or "milvus" not in nextitem.path.name):
+        milvus_server.stop()
 
 
 @pytest.fixture

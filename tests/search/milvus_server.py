@@ -1,7 +1,8 @@
 """A real Milvus server for the tests: the one the PyPI package `milvus` carries, with ports and a folder of its own.
 
-It starts when the first test asks for it and ends with the test process, however that ends. It listens on every
-address of the machine (Milvus cannot be told otherwise), so it wants a password that nobody knows.
+It starts when the first test asks for it and ends after the last module that does, at the latest with the test
+process, however that ends. It listens on every address of the machine (Milvus cannot be told otherwise), so it wants
+a password that nobody knows.
 """
 
 import atexit
@@ -84,6 +85,7 @@ class Server:
 
     def __init__(self, folder):
         self.folder, self.process, self.token = Path(folder), None, ""
+        self.known = {}  # collections that tests have left, by their properties
         self.port, self.health, *self.others = free_ports(11)
         self.alias = f"idml-{self.port}"
         for name in ("configs", "logs", "data"):
@@ -201,6 +203,13 @@ def running():
     server = Server(folder)
     atexit.register(server.kill)  # before the folder goes
     return server.start()
+
+
+def stop():
+    """End the server of this session: idle it takes a third of a core. Who asks for one again gets a new one."""
+    if running.cache_info().currsize:
+        running().kill()
+        running.cache_clear()
 
 
 @pytest.fixture

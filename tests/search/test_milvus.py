@@ -48,17 +48,16 @@ class Folders:
 class Collections:
     """Galleries in Milvus. Making one takes a second, so those that a test leaves are emptied for the next."""
 
-    known: dict = {}  # noqa: RUF012
-
     def __init__(self, server):
         self.server, self.made = server, []
 
     def fresh(self, properties, index="FLAT"):
-        name = self.known.get((properties, index))
+        known = self.server.known
+        name = known.get((properties, index))
         if name is None:
-            name = f"g{len(self.known)}"
+            name = f"g{len(known)}"
             engine = MilvusEngine.create(self.server.place(name), properties, index=index)
-            self.known[properties, index] = name
+            known[properties, index] = name
         else:
             engine = MilvusEngine.open(self.server.place(name), write=True)
             engine.remove([item.id for item in engine.items()])
