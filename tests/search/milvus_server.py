@@ -206,7 +206,7 @@ def running():
 
 
 def stop():
-    """End the server of this session: idle it takes a third of a core. Who asks for one again gets a new one."""
+    """End the running server: idle it takes a third of a core. Who asks for one again gets a new one."""
     if running.cache_info().currsize:
         running().kill()
         running.cache_clear()

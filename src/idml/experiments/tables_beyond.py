@@ -141,7 +141,7 @@ def margins(arms: Arms) -> Table:
     """Whether what a constant u gives contrastive is more than other margins give it."""
     loss = "contrastive"
     own, rows = _found(arms, loss), []
-    for pull, push in MARGINS if arms.regime.name == "frozen" else MARGINS[:2]:  # positives' makes no difference there
+    for pull, push in MARGINS if arms.regime.name == "frozen" else MARGINS[:2]:  # all are dear where more is trained
         words = (f"positive_margin={pull:g}", f"negative_margin={push:g}")
         rows.append(arms.arm(loss, "plain", f"plain, margins {pull:g} and {push:g}", loss_parameters=words))
     claims: list[Claim] = [Gain(f"{own.name} improves {LOSSES[loss]}", own.key)]
