@@ -70,7 +70,7 @@ def timed(spec):
 
 
 def test_real_cub():
-    data = timed(f"cub:{real('cub_200_2011_128px.tar')}")
+    data = timed(f"cub:{real('cub_200_2011_256px.tar')}")
     assert (len(data.train), len(data.test)) == (5864, 5924)
     assert data.train.labels.unique().tolist() == data.test.labels.unique().tolist() == list(range(100))
     assert (data.train.classes[0], data.train.classes[-1]) == ("001.Black_footed_Albatross", "100.Brown_Pelican")
@@ -78,7 +78,7 @@ def test_real_cub():
     for images in (data.train, data.test):
         for source, label in zip(images.sources, images.labels.tolist(), strict=True):
             assert source.name.split("/")[1] == images.classes[label]
-    assert min(data.test.sources[-1].decode().size) == 128
+    assert min(data.test.sources[-1].decode().size) == 256
     assert data.gallery is None
     assert data.notes == ()
 

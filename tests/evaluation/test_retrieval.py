@@ -102,7 +102,7 @@ def test_equals_pytorch_metric_learning(n, classes):
 
 def test_equals_the_peers_on_real_images(tmp_path, monkeypatch):
     """Features of the pretrained trunk, of photographs: birds, 20 classes, sixty images or so of each."""
-    tar = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "cub_200_2011_128px.tar"
+    tar = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "cub_200_2011_256px.tar"
     if not tar.exists():
         pytest.skip(f"the data is absent: {tar.name}")
     test = load_dataset(f"cub:{tar}").test[:600:2]
