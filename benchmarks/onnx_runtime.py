@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from idml.export import export_onnx, open_session, read_onnx, run_session
 from idml.model import build_model, load_model, save_model
+from idml.model.onnx import export_onnx, open_session, read_onnx, run_session
 
 MODELS = {
     "lite0, 112 px": {"image_size": 112},

@@ -4,7 +4,7 @@
 
 The pretrained trunk at 112 pixels, n = 60. Both kinds of step are prepared and taken as in training, from the pixels
 on, and alternate, so that both see the same machine. Goal: at most 1.03. A third arm is the plain step without
-`idml.folding`, as timm computes the trunk.
+`idml.model.bn_folding`, as timm computes the trunk.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import time
 import torch
 
 from idml.data.ambiguity import apply_ambiguity
-from idml.folding import fold_frozen_normalisation
 from idml.losses import build_loss
 from idml.memory import keep_memory
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model
+from idml.model.bn_folding import fold_frozen_normalisation
 from idml.training.config import TrainConfig
 from idml.training.optimiser import build_optimiser, set_modes
 from idml.training.processes import Processes

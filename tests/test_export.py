@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import idml
-from idml import export
-from idml.export import export_onnx, open_session, read_onnx
-from idml.model import FILE, build_model, fingerprint, load_model, save_model
+from idml.model import onnx as export
+from idml.model.model import FILE, build_model, fingerprint, load_model, save_model
+from idml.model.onnx import export_onnx, open_session, read_onnx
 from idml.search.embedder import open_embedder, prepared
 
 VARIANTS = {

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from idml.folding import _POINTWISE, _Convolution, _is_small_depthwise, _offsets, fold_frozen_normalisation
+from idml.model.backbones import Trunk, build_trunk
+from idml.model.bn_folding import _POINTWISE, _Convolution, _is_small_depthwise, _offsets, fold_frozen_normalisation
 from idml.training.build import build
 from idml.training.config import TrainConfig
-from idml.trunks import Trunk, build_trunk
 
 needs_onednn = pytest.mark.skipif(_POINTWISE is None, reason="this torch has no oneDNN")
 

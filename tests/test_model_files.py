@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from idml.model import FILE, build_model, load_model, save_model
+from idml.model.model import FILE, build_model, load_model, save_model
 
 
 def conv4(**config):

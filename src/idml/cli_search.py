@@ -224,7 +224,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from idml.export import export_onnx
+    from idml.model.onnx import export_onnx
 
     result = export_onnx(options.of, options.out)
     _show(result, options.json, [f"{options.out}: equal to the model within {result['difference']:.1g}"])

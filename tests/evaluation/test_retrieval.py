@@ -18,8 +18,8 @@ from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
 from idml.evaluation import evaluate_retrieval, neighbours, pairs, retrieval
 from idml.evaluation.retrieval import clusters, normalized_mutual_information
-from idml.features import view_features
 from idml.model import build_model
+from idml.model.feature_cache import view_features
 
 
 def loops(order, labels, gallery_labels, relevant, recall_at):

@@ -13,10 +13,10 @@ from idml.data.catalogue import load_dataset
 from idml.data.images import read_image
 from idml.data.pixels import load_pixels
 from idml.data.views import View
-from idml.features import embed_view
 from idml.model import build_model, fingerprint, load_model, save_model
+from idml.model.backbones import PACKAGED, build_trunk
+from idml.model.feature_cache import embed_view
 from idml.search.embedder import PRETRAINED, fingerprint_of, open_embedder, prepared
-from idml.trunks import PACKAGED, build_trunk
 
 
 @pytest.fixture(scope="module")

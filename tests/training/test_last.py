@@ -6,8 +6,8 @@ import torch
 from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
 from idml.evaluation import evaluate_retrieval
-from idml.features import embed_view
 from idml.model import build_model, load_model
+from idml.model.feature_cache import embed_view
 from idml.training.build import build
 from idml.training.config import TrainConfig
 from idml.training.frozen import FrozenStream

@@ -6,8 +6,8 @@ from torch import Tensor
 from idml.data.pixels import Pixels
 from idml.data.views import MIXED
 from idml.evaluation.uncertainty import auroc
-from idml.features import CLEAN, embed_view
 from idml.model import Model
+from idml.model.feature_cache import CLEAN, embed_view
 
 
 def tells_ambiguous(model: Model, pixels: Pixels, *, keep: bool = False) -> dict[str, float]:

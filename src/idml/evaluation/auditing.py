@@ -23,8 +23,8 @@ from idml.evaluation.audit_findings import Finding, Found, Subject, find
 from idml.evaluation.audit_images import AuditImages, checksum
 from idml.evaluation.audit_report import CSV, JSON, REPORT, write_audit
 from idml.evaluation.candidate import Counted, pixels_of
-from idml.features import features_of, view_features
 from idml.model import Model, build_model, fingerprint, load_model
+from idml.model.feature_cache import features_of, view_features
 
 PRETRAINED = "pretrained"
 _CROPPED = View("crop", 0.08)  # copies that count as near duplicates

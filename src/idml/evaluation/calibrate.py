@@ -16,9 +16,9 @@ from idml.evaluation.evidence import Profile
 from idml.evaluation.trial import Pool, Trial, draw_unknown
 from idml.evaluation.unseen import unseen
 from idml.evaluation.whole import _options, untaught
-from idml.features import CLEAN
 from idml.files import write_whole
 from idml.model import fingerprint
+from idml.model.feature_cache import CLEAN
 
 FILES = {"labelled": "calibration.json", "unlabelled": "calibration-unlabelled.json"}
 REPORT = "calibration.html"

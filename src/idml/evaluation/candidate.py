@@ -13,9 +13,9 @@ from idml.data.sources import Dataset, ImageSet
 from idml.data.views import View, other_class
 from idml.embeddings import Embeddings
 from idml.evaluation.scores import NeighbourScores, neighbour_scores
-from idml.features import CLEAN, view_features
 from idml.metric import IntrospectiveMetric
 from idml.model import Model, load_model
+from idml.model.feature_cache import CLEAN, view_features
 
 Counted = Callable[[str], Callable[[int, int], None]]
 Note = Callable[[str], None]

@@ -14,7 +14,7 @@ from idml.evaluation.neighbours import nearest
 from idml.evaluation.predictor import ErrorPredictor
 from idml.evaluation.retrieval import evaluate_retrieval
 from idml.evaluation.scores import inverse_norm, random_norm, sigma, vote_disagreement
-from idml.features import CLEAN
+from idml.model.feature_cache import CLEAN
 
 MIDDLE = GRADED[1::3]  # of the three strengths of each kind
 

@@ -27,9 +27,9 @@ from idml.evaluation.neighbours import nearest
 from idml.evaluation.uncertainty import auroc
 from idml.experiments.first import FROZEN, SCRATCH
 from idml.experiments.grid import Cell, interval_text, run_cells, write_table
-from idml.features import view_features
 from idml.files import write_whole
 from idml.model import build_model, load_model
+from idml.model.feature_cache import view_features
 from idml.training.config import TrainConfig
 
 SHARE = 0.05

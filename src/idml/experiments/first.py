@@ -15,8 +15,8 @@ from idml.data.pixels import load_pixels
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
 from idml.experiments.grid import Cell, interval_text, run_cells, what_u_tells, write_table
-from idml.features import view_features
 from idml.model import build_model
+from idml.model.feature_cache import view_features
 
 LOSSES = ("contrastive", "multi_similarity", "proxy_anchor")
 METHODS = ("plain", "ism", "mixup", "idml")

@@ -35,8 +35,8 @@ from idml.evaluation.trial import Pool, Trial, draw_unknown
 from idml.experiments import first
 from idml.experiments.grid import UNTAUGHT, Cell, _read
 from idml.experiments.guarantee_tables import write_tables
-from idml.features import CLEAN
 from idml.files import write_whole
+from idml.model.feature_cache import CLEAN
 from idml.training.config import from_dict
 from idml.training.loop import train
 

@@ -17,9 +17,9 @@ from idml.evaluation.ambiguous import auroc_above
 from idml.evaluation.neighbours import Search
 from idml.evaluation.retrieval import clusters, normalized_mutual_information
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
-from idml.features import CLEAN, embed_view, view_features
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model, load_model
+from idml.model.feature_cache import CLEAN, embed_view, view_features
 from idml.training.build import fold_as_trained
 from idml.training.config import TrainConfig
 from idml.training.noise import noisy_images

@@ -26,12 +26,12 @@ from idml.experiments.drawing import new_figure
 from idml.experiments.protocol import official_dataset
 from idml.experiments.regimes import regime_for
 from idml.experiments.store import VERSION
-from idml.features import CLEAN, features_of
 from idml.files import write_whole
 from idml.html import drawing, page
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
+from idml.model.feature_cache import CLEAN, features_of
 from idml.training.config import TrainConfig, from_dict
 from idml.training.loop import train
 

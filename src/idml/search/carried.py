@@ -14,10 +14,10 @@ from pathlib import Path
 
 from idml.evaluation.calibration import Calibration
 from idml.files import write_whole
-from idml.model import FILE
+from idml.model.backbones import PACKAGED
+from idml.model.model import FILE
 from idml.search.embedder import ONNX, PRETRAINED
 from idml.search.replies import SEARCHED
-from idml.trunks import PACKAGED
 
 MODEL = "model"
 LABELLED, UNLABELLED = "calibration.json", "calibration-unlabelled.json"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from idml.data.images import as_tested
 from idml.embeddings import Embeddings
-from idml.model import FILE, Model, fingerprint, load_model
-from idml.trunks import PACKAGED, Trunk, build_trunk
+from idml.model.backbones import PACKAGED, Trunk, build_trunk
+from idml.model.model import FILE, Model, fingerprint, load_model
 
 PRETRAINED = "pretrained"
 ONNX = "model.onnx"  # beside a model: what `idml export` made of it

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from idml.embeddings import Embeddings
-from idml.export import FORMAT, OnnxFile, export_onnx, open_session, read_onnx, require, run_session
 from idml.files import cache_folder
+from idml.model.onnx import FORMAT, OnnxFile, export_onnx, open_session, read_onnx, require, run_session
 from idml.search.embedder import ONNX, PRETRAINED, fingerprint_of, prepared
 
 BATCH = 16  # images at once: 64 were at most 5 % faster (lite0 at 112 px, conv4)

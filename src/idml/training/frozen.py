@@ -17,9 +17,9 @@ from torch import Tensor
 
 from idml.data.ambiguity import IN_PLACE, MIXTURES, Batch, apply_ambiguity
 from idml.data.sampling import random_stream
-from idml.features import VERSION, Kept, Progress
 from idml.files import cache_folder, cached_array
 from idml.model import Model
+from idml.model.feature_cache import VERSION, Kept, Progress
 from idml.training.stream import Stream
 
 

@@ -7,8 +7,8 @@ import torch
 from idml.data.pixels import Pixels
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
-from idml.features import embed_view
 from idml.model import Model
+from idml.model.feature_cache import embed_view
 from idml.training.config import Train
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from idml.embeddings import Embeddings, full_precision
 from idml.files import write_whole
-from idml.stages import Stages
-from idml.trunks import PACKAGED, build_trunk
-from idml.uncertainty_head import UncertaintyHead
+from idml.model.backbones import PACKAGED, build_trunk
+from idml.model.stages import Stages
+from idml.model.uncertainty_head import UncertaintyHead
 
 FILE = "model.safetensors"
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from idml.trunks import Trunk
+from idml.model.backbones import Trunk
 
 
 class Stages:

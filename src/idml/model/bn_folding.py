@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from idml.trunks import Trunk
+from idml.model.backbones import Trunk
 
 _SMALL = 49
 """Maps of at most this many positions are seen as vectors by `_Convolution`."""

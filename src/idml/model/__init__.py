@@ -1,0 +1,5 @@
+"""Networks that give an image its semantic and its uncertainty embedding."""
+
+from idml.model.model import Model, ModelConfig, build_model, fingerprint, load_model, save_model
+
+__all__ = ["Model", "ModelConfig", "build_model", "fingerprint", "load_model", "save_model"]
