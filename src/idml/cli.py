@@ -129,7 +129,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from idml.experiments.command import reproduce
+    from idml.reproduction.command import reproduce
     from idml.training.display import Display
     from idml.training.loop import Interrupted
 
