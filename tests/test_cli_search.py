@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from idml import cli
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import Profile
-from idml.evaluation.trial import Pool
+from idml.calibration.evidence import Profile
+from idml.calibration.open_set import Pool
+from idml.calibration.stored import Calibration
 from idml.model import build_model, fingerprint, save_model
 from idml.search.embedder import open_embedder
 

@@ -99,7 +99,7 @@ def _display(what: str) -> Iterator["Display"]:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    from idml.evaluation.calibrate import calibrate_run
+    from idml.calibration.calibrate import calibrate_run
 
     with _display("calibrating") as display:
         result = calibrate_run(

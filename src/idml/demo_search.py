@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from idml.calibration.calibrate import calibrate_run
 from idml.data.sampling import random_stream
 from idml.data.sources import ImageSet
-from idml.evaluation.calibrate import calibrate_run
 from idml.html import table
 from idml.search.answers import State, Wishes
 from idml.search.folder import index_folder

@@ -12,10 +12,10 @@ from PIL import Image
 from scipy.stats import binom
 
 from idml import Embeddings
+from idml.calibration.comparison import compare
+from idml.calibration.open_set import Pool, draw_unknown
+from idml.calibration.stored import Calibration
 from idml.data.sampling import random_stream
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.comparison import compare
-from idml.evaluation.trial import Pool, draw_unknown
 from idml.reproduction import first, guarantee
 from idml.reproduction.grid import Cell
 from idml.reproduction.guarantee import DELTA, ERRORS, GALLERIES, draw, measure, outcome, reproduce_guarantee

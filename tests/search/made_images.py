@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from idml import Embeddings
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import Profile, first_right, gather_evidence
+from idml.calibration.evidence import Profile, first_right, gather_evidence
+from idml.calibration.stored import Calibration
 from idml.model import build_model, fingerprint, save_model
 from idml.search.engines import Item
 

@@ -7,8 +7,8 @@ import torch
 from scipy.stats import binom
 
 from idml import Embeddings
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import Evidence, Profile, first_right, gather_evidence
+from idml.calibration.evidence import Evidence, Profile, first_right, gather_evidence
+from idml.calibration.stored import Calibration
 from idml.search.answers import Answer, State, Wishes, answer
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from made_images import as_items, cloud, encoded, fit_calibrations, picture, save_run
 
 from idml import Embeddings
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import Profile
+from idml.calibration.evidence import Profile
+from idml.calibration.stored import Calibration
 from idml.search.engines import Added
 from idml.search.engines.embedded import EmbeddedEngine
 from idml.search.gallery import Gallery, Upload, open_or_create

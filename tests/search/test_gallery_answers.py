@@ -12,7 +12,7 @@ from made_images import DIMENSIONS, as_items, cloud, encoded, picture
 
 import idml.search.replies
 from idml import Embeddings
-from idml.evaluation.evidence import Profile, gather_evidence
+from idml.calibration.evidence import Profile, gather_evidence
 from idml.search.answers import State, Wishes, answer
 from idml.search.engines import Item
 from idml.search.gallery import Upload

@@ -16,9 +16,9 @@ from serving import LABELS, made_gallery, picture
 from stand_in import POLICY, StandIn
 
 from idml import Embeddings
+from idml.calibration.evidence import first_right, gather_evidence
+from idml.calibration.stored import Calibration
 from idml.data.images import decode_image
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import first_right, gather_evidence
 from idml.model import fingerprint
 from idml.search.answers import Wishes
 from idml.server import shapes

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from serving import LABELS, client_of, identity, picture, said, search
 
+from idml.calibration.risk_control import Counts
 from idml.data.images import decode_image
-from idml.evaluation.guarantee import Counts
 from idml.search.answers import Wishes
 from idml.search.gallery import Gallery
 

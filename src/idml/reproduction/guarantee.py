@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from idml.calibration.comparison import compare
+from idml.calibration.open_set import Pool, Trial, draw_unknown
+from idml.calibration.stored import Calibration
 from idml.data.catalogue import load_dataset
 from idml.data.sampling import random_stream
-from idml.evaluation.calibration import Calibration
 from idml.evaluation.candidate import Candidate
-from idml.evaluation.comparison import compare
-from idml.evaluation.trial import Pool, Trial, draw_unknown
 from idml.files import write_whole
 from idml.model.feature_cache import CLEAN
 from idml.reproduction import first

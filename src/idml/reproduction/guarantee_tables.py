@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from idml.evaluation.comparison import P
-from idml.evaluation.guarantee import clopper_pearson
+from idml.calibration.comparison import P
+from idml.calibration.risk_control import clopper_pearson
 from idml.reproduction.grid import write_table
 
 _DELTA = 0.1

@@ -18,9 +18,9 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import Evidence, Profile
-from idml.evaluation.guarantee import Promise, conformal_p
+from idml.calibration.evidence import Evidence, Profile
+from idml.calibration.risk_control import Promise, conformal_p
+from idml.calibration.stored import Calibration
 
 _BLURRED = 0.9  # a query with a higher ‖u‖ than this share of the calibration's is called blurred or ambiguous
 _TIED = 0.75  # a query with a smaller margin than this share of them, or with this …

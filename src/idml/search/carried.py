@@ -12,7 +12,7 @@ A gallery in a folder carries copies, so that it needs no run later:
 from dataclasses import dataclass
 from pathlib import Path
 
-from idml.evaluation.calibration import Calibration
+from idml.calibration.stored import Calibration
 from idml.files import write_whole
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from idml.evaluation.evidence import Profile
+from idml.calibration.evidence import Profile
 from idml.search.engines import Engine, Item
 
 _SAMPLE = 1000  # images that stand for a gallery, as in `Profile.of`

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from PIL import Image
 
+from idml.calibration.evidence import Profile
+from idml.calibration.risk_control import Promise
+from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import Profile
-from idml.evaluation.guarantee import Promise
 from idml.search.answers import Answer, State, Wishes
 from idml.search.carried import MODEL, Calibrations, carried, carry, carry_later
 from idml.search.embedder import Embedder, Runtime, open_embedder

@@ -1,6 +1,6 @@
 """What a gallery replies to queries: the answer and its evidence, and results in which near duplicates are one.
 
-The evidence is what `idml.evaluation.evidence.gather_evidence` gives at calibration: that of the 10 nearest items by
+The evidence is what `idml.calibration.evidence.gather_evidence` gives at calibration: that of the 10 nearest items by
 the distance of unit vectors, however many results are asked for.
 """
 
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from idml.calibration.evidence import Evidence, Profile, evidence_from_lists
+from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
-from idml.evaluation.calibration import Calibration
-from idml.evaluation.evidence import Evidence, Profile, evidence_from_lists
 from idml.search.answers import Answer, Wishes, answer
 from idml.search.engines import DamagedGallery, Engine, Found, Item
 

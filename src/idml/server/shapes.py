@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from idml.server.replies import number, text
 
 if TYPE_CHECKING:
-    from idml.evaluation.guarantee import Promise
+    from idml.calibration.risk_control import Promise
     from idml.search.engines import Item
     from idml.search.gallery import Gallery, Reply
     from idml.search.gallery import Result as Found

@@ -8,10 +8,10 @@ import pytest
 import torch
 from simulated import excess, population
 
-from idml.evaluation.calibration import Calibration, _thresholds
-from idml.evaluation.evidence import Evidence, Profile
-from idml.evaluation.guarantee import Counts
-from idml.evaluation.probability import RightModel
+from idml.calibration.confidence import RightModel
+from idml.calibration.evidence import Evidence, Profile
+from idml.calibration.risk_control import Counts
+from idml.calibration.stored import Calibration, _thresholds
 
 DELTA = 0.1
 ROUNDS = 250

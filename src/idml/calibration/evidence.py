@@ -1,4 +1,4 @@
-"""What a search shows about its own answer: the evidence from which `idml.evaluation.calibration` tells P(right).
+"""What a search shows about its own answer: the evidence from which `idml.calibration.stored` tells P(right).
 
 Everything comes from one list of the k nearest images, d₁ ≤ … ≤ d_k, so that any engine's answer will do. Each score is
 larger where the answer is less certain:

@@ -3,7 +3,7 @@
 import torch
 from scipy.stats import binom
 
-from idml.evaluation.evidence import Evidence
+from idml.calibration.evidence import Evidence
 
 
 def population(n, unknown, seed=0, classes=40):

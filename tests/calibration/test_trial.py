@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idml import Embeddings
+from idml.calibration.comparison import MIX, MIX_WITHOUT_U, P, compare, verdict
+from idml.calibration.confidence import RightModel, _folds
+from idml.calibration.evidence import first_right, gather_evidence
+from idml.calibration.open_set import Pool, Trial, draw_unknown
 from idml.evaluation import auroc, evaluate_uncertainty
-from idml.evaluation.comparison import MIX, MIX_WITHOUT_U, P, compare, verdict
-from idml.evaluation.evidence import first_right, gather_evidence
-from idml.evaluation.probability import RightModel, _folds
-from idml.evaluation.trial import Pool, Trial, draw_unknown
 
 
 def made(n, classes, seed=0, spread=0.7, dimensions=6):

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, kstest
 from simulated import excess
 
-from idml.evaluation.calibration import _thresholds
-from idml.evaluation.guarantee import (
+from idml.calibration.risk_control import (
     Counts,
     clopper_pearson,
     conformal_p,
@@ -18,6 +17,7 @@ from idml.evaluation.guarantee import (
     set_sizes,
     upper_bound,
 )
+from idml.calibration.stored import _thresholds
 
 
 def test_bounds_against_scipy():

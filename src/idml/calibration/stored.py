@@ -1,8 +1,8 @@
 """Answers with a guarantee: what is learned from held-out queries whose right answers are known.
 
-The queries are split at random. One part fits P(right) (`idml.evaluation.probability`) and fixes the thresholds that
+The queries are split at random. One part fits P(right) (`idml.calibration.confidence`) and fixes the thresholds that
 may be chosen; the other, which has had no part in this, is counted at these thresholds, and the counts carry every
-promise (`idml.evaluation.guarantee`):
+promise (`idml.calibration.risk_control`):
 
     match       P ≥ t: at most ε of such answers are wrong, with confidence 1 − δ; an unknown answered is wrong too
     novelty     at most a share a of the known queries (class in the gallery) gets a p-value ≤ a
@@ -13,7 +13,7 @@ fewer of them fewer matches are wrong), and each drawn on its own. Queries of on
 the promises are estimates. "With confidence 1 − δ" counts all calibrations, also those that end in "cannot promise":
 among the others the share of broken promises may be larger where a promise is rare.
 
-Beside them, without a promise: P(a single result is of the query's class) from its distance, `idml.evaluation.alike`.
+Beside them, without a promise: P(a single result is of the query's class) from its distance, `idml.calibration.alike`.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from idml.evaluation.alike import Alike
-from idml.evaluation.evidence import Evidence, Profile
-from idml.evaluation.guarantee import Counts, Promise, conformal_p, set_sizes
-from idml.evaluation.probability import Figure, RightModel
+from idml.calibration.alike import Alike
+from idml.calibration.confidence import Figure, RightModel
+from idml.calibration.evidence import Evidence, Profile
+from idml.calibration.reliability import Bin, Drift, drift, expected_calibration_error, reliability
+from idml.calibration.risk_control import Counts, Promise, conformal_p, set_sizes
 from idml.evaluation.records import read_record, write_record
-from idml.evaluation.reliability import Bin, Drift, drift, expected_calibration_error, reliability
 from idml.evaluation.uncertainty import auroc
 
 _KIND, _VERSION = "idml calibration", 3

@@ -3,7 +3,7 @@
 import html
 from typing import TYPE_CHECKING, Any
 
-from idml.evaluation.comparison import P
+from idml.calibration.comparison import P
 from idml.html import drawing, page, table
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _SCORES = (
 
 
 def build_page(result: dict[str, Any]) -> bytes:
-    """The page; ``result`` is what `idml.evaluation.calibrate.calibrate_run` returns."""
+    """The page; ``result`` is what `idml.calibration.calibrate.calibrate_run` returns."""
     unknown = f"{result['unknown_share']:.0%}"
     trained = f", trained by {result['method']}" if result["method"] else ""
     counts = (

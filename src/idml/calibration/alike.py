@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idml.evaluation.probability import isotonic
+from idml.calibration.confidence import isotonic
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.evaluation.evidence import WITHOUT_LABELS
-from idml.evaluation.probability import RightModel, _folds, _matrix, _out_of_fold
+from idml.calibration.confidence import RightModel, _folds, _matrix, _out_of_fold
+from idml.calibration.evidence import WITHOUT_LABELS
+from idml.calibration.open_set import Trial
 from idml.evaluation.resampling import Rounds, draw_classes, interval, resampled_auroc, resampled_uncertainty
-from idml.evaluation.trial import Trial
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
 
 P, MIX, MIX_WITHOUT_U = "P(right)", "mix", "mix without u"

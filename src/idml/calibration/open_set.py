@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from idml.calibration.evidence import Evidence, evidence_from_lists
 from idml.embeddings import Embeddings, full_precision
-from idml.evaluation.evidence import Evidence, evidence_from_lists
 from idml.evaluation.neighbours import Neighbours, nearest
 
 SEEN = 10  # neighbours that evidence comes from
@@ -20,7 +20,7 @@ _DEPTH = 256  # neighbours kept of the search in the whole gallery
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """Queries and what was found for them, as `idml.evaluation.calibration.Calibration.fit` takes it.
+    """Queries and what was found for them, as `idml.calibration.stored.Calibration.fit` takes it.
 
     ``known`` says whether another image of the query's class is in the gallery: the only image of a class is an unknown
     query too. ``distances`` and ``alike`` [n, listed] are those of the images listed, ∞ and False where lists end.

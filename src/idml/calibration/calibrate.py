@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from idml.calibration.comparison import compare, verdict
+from idml.calibration.evidence import Profile
+from idml.calibration.open_set import Pool, Trial, draw_unknown
+from idml.calibration.report import build_page
+from idml.calibration.stored import Calibration, split_queries
+from idml.calibration.unseen import unseen
 from idml.data.sampling import random_stream
-from idml.evaluation.calibration import Calibration, split_queries
-from idml.evaluation.calibration_report import build_page
 from idml.evaluation.candidate import Candidate
-from idml.evaluation.comparison import compare, verdict
-from idml.evaluation.evidence import Profile
-from idml.evaluation.trial import Pool, Trial, draw_unknown
-from idml.evaluation.unseen import unseen
 from idml.evaluation.whole import _options, untaught
 from idml.files import write_whole
 from idml.model import fingerprint

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idml.evaluation.evidence import Profile
-from idml.evaluation.guarantee import clopper_pearson
+from idml.calibration.evidence import Profile
+from idml.calibration.risk_control import clopper_pearson
 
 _SHIFT, _CHANCE, _GROWTH = 0.1, 0.01, 2.0  # what counts as much: Kolmogorov–Smirnov distance, p-value, ratio of sizes
 

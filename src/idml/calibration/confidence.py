@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idml.evaluation.evidence import WITH_LABELS, WITHOUT_LABELS, Evidence
+from idml.calibration.evidence import WITH_LABELS, WITHOUT_LABELS, Evidence
 from idml.evaluation.uncertainty import auroc
 
 _FOLDS = 5

@@ -12,21 +12,21 @@ import torch
 from PIL import Image
 
 from idml import Embeddings
+from idml.calibration import unseen as room
+from idml.calibration.calibrate import ERRORS, FILES, calibrate_run
+from idml.calibration.comparison import compare
+from idml.calibration.evidence import Profile, gather_evidence
+from idml.calibration.open_set import Pool, draw_unknown
+from idml.calibration.report import build_page
+from idml.calibration.risk_control import upper_bound
+from idml.calibration.stored import Calibration, split_queries
+from idml.calibration.unseen import unseen
 from idml.data.catalogue import load_dataset
 from idml.data.holdout import hold_out
 from idml.data.pixels import load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import Dataset
 from idml.data.views import View
-from idml.evaluation import unseen as room
-from idml.evaluation.calibrate import ERRORS, FILES, calibrate_run
-from idml.evaluation.calibration import Calibration, split_queries
-from idml.evaluation.calibration_report import build_page
-from idml.evaluation.comparison import compare
-from idml.evaluation.evidence import Profile, gather_evidence
-from idml.evaluation.guarantee import upper_bound
-from idml.evaluation.trial import Pool, draw_unknown
-from idml.evaluation.unseen import unseen
 from idml.model import fingerprint, load_model, save_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train
@@ -42,7 +42,7 @@ CLASSES, EACH = 40, 8
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IDML_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("idml.evaluation.calibrate.compare", partial(compare, rounds=100))
+        patch.setattr("idml.calibration.calibrate.compare", partial(compare, rounds=100))
         yield
 
 
