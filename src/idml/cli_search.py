@@ -202,7 +202,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    from idml.evaluation.auditing import audit_run
+    from idml.audit.run import audit_run
 
     with _display("auditing") as display:
         result = audit_run(
@@ -217,7 +217,7 @@ def _audit(options: argparse.Namespace) -> int:
     _show(result, options.json, [f"{kind}: {n['listed']:,} listed, {n['open']:,} not decided" for kind, n in counts])
     print(f"the report is {result['report']}", file=sys.stderr)
     if options.review:
-        from idml.server.review import serve_review
+        from idml.audit.review import serve_review
 
         serve_review(options.out, options.data, split=options.split, port=options.port, note=_say)
     return 0

@@ -11,8 +11,8 @@ from PIL import Image
 from sklearn.metrics import average_precision_score
 
 from idml import Embeddings
+from idml.audit.label_errors import SCORES
 from idml.data.catalogue import load_dataset
-from idml.evaluation.audit import SCORES
 from idml.reproduction import audit
 from idml.reproduction.audit import (
     DISCOUNTED,

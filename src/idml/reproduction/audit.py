@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from idml.audit.label_errors import SCORES, ambiguous, mislabelled
 from idml.data.catalogue import load_dataset
 from idml.data.pixels import load_pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.evaluation import neighbour_scores
-from idml.evaluation.audit import SCORES, ambiguous, mislabelled
 from idml.evaluation.neighbours import nearest
 from idml.evaluation.uncertainty import auroc
 from idml.files import write_whole

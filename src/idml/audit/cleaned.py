@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from idml.audit.decisions import Settled
+from idml.audit.images import AuditImages, checksum
 from idml.data.layouts import counted
 from idml.data.sources import FileSource
-from idml.evaluation.audit_decisions import Settled
-from idml.evaluation.audit_images import AuditImages, checksum
 from idml.files import write_whole
 
 FILE = "cleaned.csv"

@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from idml.audit.cleaned import Cleaned, write_cleaned
+from idml.audit.decisions import KINDS, Decision, Settled, append, now, read
+from idml.audit.images import AuditImages, checksum
+from idml.audit.report import read_audit
 from idml.data.catalogue import load_dataset
-from idml.evaluation.audit_cleaned import Cleaned, write_cleaned
-from idml.evaluation.audit_decisions import KINDS, Decision, Settled, append, now, read
-from idml.evaluation.audit_images import AuditImages, checksum
-from idml.evaluation.audit_report import read_audit
 
 ALL = "all"
 

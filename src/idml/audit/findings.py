@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from idml.audit.duplicates import DuplicateGroup, difference, duplicates
+from idml.audit.images import AuditImages
+from idml.audit.label_errors import Suspicion, ambiguous, mislabelled
 from idml.data.layouts import counted
 from idml.embeddings import Embeddings
-from idml.evaluation.audit import Suspicion, ambiguous, mislabelled
-from idml.evaluation.audit_duplicates import DuplicateGroup, difference, duplicates
-from idml.evaluation.audit_images import AuditImages
 from idml.evaluation.neighbours import Neighbours, nearest
 
 _SHARES = {"mislabelled": 0.1, "ambiguous": 0.02}
@@ -50,7 +50,7 @@ class Found:
 class Subject:
     """What is audited: the images, which of them could be read [n], and what the model and the eye make of these.
 
-    ``checksums``, ``sketches`` and ``near`` are what `idml.evaluation.audit_duplicates` needs.
+    ``checksums``, ``sketches`` and ``near`` are what `idml.audit.duplicates` needs.
     """
 
     images: AuditImages

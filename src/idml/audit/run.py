@@ -11,17 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from idml.audit.cleaned import write_cleaned
+from idml.audit.decisions import KINDS, Settled, read
+from idml.audit.duplicates import sketch
+from idml.audit.findings import Finding, Found, Subject, find
+from idml.audit.images import AuditImages, checksum
+from idml.audit.report import CSV, JSON, REPORT, write_audit
 from idml.data.catalogue import load_dataset
 from idml.data.pixels import Pixels
 from idml.data.sampling import random_stream
 from idml.data.views import View
 from idml.embeddings import Embeddings
-from idml.evaluation.audit_cleaned import write_cleaned
-from idml.evaluation.audit_decisions import KINDS, Settled, read
-from idml.evaluation.audit_duplicates import sketch
-from idml.evaluation.audit_findings import Finding, Found, Subject, find
-from idml.evaluation.audit_images import AuditImages, checksum
-from idml.evaluation.audit_report import CSV, JSON, REPORT, write_audit
 from idml.evaluation.candidate import Counted, pixels_of
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import features_of, view_features

@@ -13,14 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
+from idml.audit import run as auditing
+from idml.audit.cleaned import cleaned, write_cleaned
+from idml.audit.decisions import FILE, Decision, Settled, append, now, read
+from idml.audit.images import AuditImages, checksum
+from idml.audit.report import read_audit
+from idml.audit.run import audit_run
 from idml.data.catalogue import load_dataset
 from idml.data.sources import Dataset
-from idml.evaluation import auditing
-from idml.evaluation.audit_cleaned import cleaned, write_cleaned
-from idml.evaluation.audit_decisions import FILE, Decision, Settled, append, now, read
-from idml.evaluation.audit_images import AuditImages, checksum
-from idml.evaluation.audit_report import read_audit
-from idml.evaluation.auditing import audit_run
 from idml.model import Model, build_model, save_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from idml.evaluation.audit_decisions import KINDS, harmless
+from idml.audit.decisions import KINDS, harmless
 from idml.files import write_whole
 from idml.html import drawing, page, picture, table
 

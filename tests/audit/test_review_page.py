@@ -6,8 +6,8 @@ import time
 import pytest
 from reviewed import WRONG, audited, copied
 
-from idml.evaluation.audit_decisions import read
-from idml.server.review import review_app
+from idml.audit.decisions import read
+from idml.audit.review import review_app
 
 pytest_plugins = ["browsing"]
 

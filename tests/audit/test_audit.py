@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from idml import Embeddings
-from idml.evaluation import audit, nearest
-from idml.evaluation.audit import SCORES, ambiguous, mislabelled
-from idml.evaluation.audit_duplicates import difference, duplicates, sketch
+from idml.audit import label_errors as audit
+from idml.audit.duplicates import difference, duplicates, sketch
+from idml.audit.label_errors import SCORES, ambiguous, mislabelled
+from idml.evaluation import nearest
 
 
 def blobs(classes=4, each=8, width=6, spread=0.4, seed=0):

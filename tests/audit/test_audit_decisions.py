@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idml.evaluation import audit_decisions
-from idml.evaluation.audit_decisions import FILE, HEADER, Decision, Settled, append, harmless, now, read
+from idml.audit import decisions as audit_decisions
+from idml.audit.decisions import FILE, HEADER, Decision, Settled, append, harmless, now, read
 
 SUM, OTHER = "0123456789abcdef", "fedcba9876543210"
 

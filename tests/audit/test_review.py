@@ -18,10 +18,10 @@ from PIL import Image
 from reviewed import FOREIGN, WRONG, audited, copied
 from serving import said
 
-from idml.evaluation.audit_decisions import FILE, read
-from idml.evaluation.auditing import audit_run
-from idml.server import review as review_module
-from idml.server.review import review_app, serve_review
+from idml.audit import review as review_module
+from idml.audit.decisions import FILE, read
+from idml.audit.review import review_app, serve_review
+from idml.audit.run import audit_run
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from idml.server.reviewing import ALL, Review
+from idml.audit.reviewing import ALL, Review
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
