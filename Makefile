@@ -26,7 +26,7 @@ lint: setup
 faults: setup
 	IDML_KILLS=20 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py \
 		tests/search/test_kills.py tests/search/test_damage.py tests/search/test_folder.py tests/search/test_milvus.py tests/test_search_benchmark.py \
-		tests/evaluation/test_audit_decisions.py
+		tests/audit/test_audit_decisions.py
 
 bench: setup
 	$(BIN)/python benchmarks/loss_step.py

@@ -113,7 +113,7 @@ def test_search_never_imports_training():
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not [n for n in names if n.startswith(("idml.training", "idml.server", "idml.experiments"))], file
+            assert not [n for n in names if n.startswith(("idml.training", "idml.server", "idml.reproduction"))], file
 
 
 def test_adding_again_changes_nothing(tmp_path):

@@ -12,7 +12,7 @@ def paper_numbers() -> dict[tuple[str, str, str], dict[str, float]]:
     >>> paper_numbers()["cub", "proxy_anchor", "idml"]["R@1"]
     70.7
     """
-    text = files("idml.experiments").joinpath("paper.csv").read_text()
+    text = files("idml.reproduction").joinpath("paper.csv").read_text()
     numbers = {}
     for row in csv.DictReader(text.splitlines()):
         key = (row.pop("data"), row.pop("loss"), row.pop("arm"))
