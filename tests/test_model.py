@@ -8,7 +8,7 @@ from PIL import Image
 from idml import Embeddings
 from idml.data.images import load_square
 from idml.model import ModelConfig, build_model, load_model, save_model
-from idml.model.uncertainty_head import squash
+from idml.model.model import squash
 
 WIDTH = 256  # of conv4's features
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from idml.model import build_model
-from idml.model.stages import Stages
+from idml.model.backbones import Stages
 
 
 @pytest.mark.parametrize("trunk", ["tf_efficientnet_lite0", "resnet18", "efficientnet_b0"])

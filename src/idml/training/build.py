@@ -6,8 +6,8 @@ from typing import Any
 from idml.losses import LOSSES, MetricLoss, ProxyLoss, build_loss
 from idml.metric import IntrospectiveMetric
 from idml.model import Model, build_model
+from idml.model.backbones import Stages
 from idml.model.bn_folding import fold_frozen_normalisation
-from idml.model.stages import Stages
 from idml.probabilistic import ProbabilisticLoss
 from idml.training.config import TrainConfig
 
