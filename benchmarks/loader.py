@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model

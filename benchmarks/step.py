@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from idml.data.ambiguity import apply_ambiguity
+from idml.data.augment import apply_ambiguity
 from idml.losses import build_loss
 from idml.memory import keep_memory
 from idml.metric import IntrospectiveMetric

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from idml.data.glyphs import load_glyphs
-from idml.data.pixels import load_pixels
+from idml.data.pixel_cache import load_pixels
 from idml.demo_search import describe, show_search
 from idml.evaluation.ambiguous import tells_ambiguous
 from idml.files import write_whole

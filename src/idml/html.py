@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from idml.data.pixels import Pixels
+from idml.data.pixel_cache import Pixels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

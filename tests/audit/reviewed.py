@@ -9,7 +9,7 @@ from PIL import Image
 
 from idml.audit.images import AuditImages
 from idml.audit.run import audit_run
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 
 WRONG = "=<img src=x onerror=alert(1)>.png"
 FOREIGN = os.fsdecode(b"caf\xe9.png")  # a name that is not UTF-8

@@ -19,7 +19,7 @@ from idml.audit.decisions import FILE, Decision, Settled, append, now, read
 from idml.audit.images import AuditImages, checksum
 from idml.audit.report import read_audit
 from idml.audit.run import audit_run
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.data.sources import Dataset
 from idml.model import Model, build_model, save_model
 from idml.training.config import TrainConfig

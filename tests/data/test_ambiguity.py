@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from idml.data.ambiguity import (
+from idml.data.augment import (
     KINDS,
     apply_ambiguity,
     blur,

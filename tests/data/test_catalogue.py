@@ -13,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from idml.data import catalogue, layouts
-from idml.data.catalogue import load_dataset
+from idml.data import datasets as catalogue
+from idml.data import layouts
+from idml.data.datasets import load_dataset
 from idml.data.sources import ArraySource, Dataset, ImageSet
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from idml.data import images
+from idml.data.augment import View
 from idml.data.images import load_square, read_image
-from idml.data.pixels import load_pixels
+from idml.data.pixel_cache import load_pixels
 from idml.data.sources import FileSource, ImageSet
-from idml.data.views import View
 
 T = Image.Transpose
 STORED = {  # how the upright picture lies in the file, for each EXIF orientation

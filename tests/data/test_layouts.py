@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.data.layouts import natural
 
 SOP_HEADER = "image_id class_id super_class_id path\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from idml.data.pixels import load_pixels
+from idml.data.pixel_cache import load_pixels
 from idml.data.sources import FileSource, ImageSet
 
 
@@ -76,7 +76,7 @@ def test_bad_input(photos, tmp_path, images, side, words):
 BUILD = """
 import sys, time, torch
 from pathlib import Path
-from idml.data.pixels import load_pixels
+from idml.data.pixel_cache import load_pixels
 from idml.data.sources import FileSource, ImageSet
 root, cache = Path(sys.argv[1]), Path(sys.argv[2])
 names = [f"{i}.png" for i in range(12)]

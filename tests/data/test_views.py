@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from idml.data.ambiguity import centre_crop
-from idml.data.pixels import Pixels
+from idml.data.augment import GRADED, MIXED, View, centre_crop, other_class
+from idml.data.pixel_cache import Pixels
 from idml.data.sources import ArraySource, ImageSet
-from idml.data.views import GRADED, MIXED, View, other_class
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 from sklearn.metrics import normalized_mutual_info_score
 
 from idml import Embeddings, IntrospectiveMetric
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.evaluation import evaluate_retrieval, neighbours, pairs, retrieval
 from idml.evaluation.retrieval import clusters, normalized_mutual_information
 from idml.model import build_model

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from idml import IntrospectiveMetric, cli
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.augment import GRADED, MIXED, View, other_class
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.data.sources import Dataset
-from idml.data.views import GRADED, MIXED, View, other_class
 from idml.evaluation import (
     GALLERY_AWARE,
     QUERY_ONLY,

@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score
 
 from idml import Embeddings
 from idml.audit.label_errors import SCORES
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.reproduction import audit
 from idml.reproduction.audit import (
     DISCOUNTED,

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from idml.cli import main
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.reproduction.arms import Arms
 from idml.reproduction.regimes import regime_for
 from idml.reproduction.store import open_store

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.reproduction import store as store_module
 from idml.reproduction.arms import Arms
 from idml.reproduction.grid import Cell

@@ -9,10 +9,10 @@ import torch
 from made_images import DIMENSIONS, encoded, picture, save_run
 from PIL import Image
 
-from idml.data.catalogue import load_dataset
+from idml.data.augment import View
+from idml.data.datasets import load_dataset
 from idml.data.images import read_image
-from idml.data.pixels import load_pixels
-from idml.data.views import View
+from idml.data.pixel_cache import load_pixels
 from idml.model import build_model, fingerprint, load_model, save_model
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.feature_cache import embed_view

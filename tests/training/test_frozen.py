@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.evaluation import evaluate_retrieval
 from idml.model import build_model, load_model
 from idml.model.feature_cache import view_features
@@ -101,7 +101,7 @@ def test_the_trunk_stays_and_the_heads_learn(frozen, tmp_path):
 
 
 def _centre(source):
-    from idml.data.ambiguity import centre_crop
+    from idml.data.augment import centre_crop
     from idml.data.sources import ImageSet
 
     pixels = load_pixels(ImageSet("one", [source], torch.tensor([0]), ("a",)), 37)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from idml import Embeddings
-from idml.data.ambiguity import Batch, apply_ambiguity
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.augment import Batch, Degradations, apply_ambiguity
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
-from idml.data.views import Degradations
 from idml.labels import LabelSets
 from idml.model import build_model, load_model
 from idml.training.build import build

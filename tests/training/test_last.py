@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.evaluation import evaluate_retrieval
 from idml.model import build_model, load_model
 from idml.model.feature_cache import embed_view

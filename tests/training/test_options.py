@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from idml.data.ambiguity import Batch
-from idml.data.catalogue import load_dataset
-from idml.data.holdout import hold_out
+from idml.data.augment import Batch
+from idml.data.datasets import hold_out, load_dataset
 from idml.labels import LabelSets
 from idml.model import load_model
 from idml.training.build import build

@@ -16,7 +16,7 @@ ONE_STEP = """
 import sys, torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
-from idml.data.ambiguity import with_mixtures
+from idml.data.augment import with_mixtures
 from idml.data.sampling import random_stream
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from idml.data.ambiguity import with_mixtures
+from idml.data.augment import with_mixtures
 from idml.data.sampling import random_stream
 from idml.labels import LabelSets
 from idml.losses import build_loss
@@ -58,7 +58,7 @@ def test_weighted_labels_are_the_weighted_losses_of_the_parents():
 
 
 def test_weighted_labels_without_mixtures_are_plain_labels():
-    from idml.data.ambiguity import Batch
+    from idml.data.augment import Batch
 
     value, _, embeddings, batch, loss = one_step("proxy_anchor", lam=1.0, labels="weighted")
     assert value == pytest.approx(float(loss(embeddings, batch.labels.ids[:, 0])), rel=1e-6)

@@ -9,7 +9,7 @@ from idml.audit.cleaned import Cleaned, write_cleaned
 from idml.audit.decisions import KINDS, Decision, Settled, append, now, read
 from idml.audit.images import AuditImages, checksum
 from idml.audit.report import read_audit
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 
 ALL = "all"
 

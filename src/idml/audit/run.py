@@ -17,10 +17,10 @@ from idml.audit.duplicates import sketch
 from idml.audit.findings import Finding, Found, Subject, find
 from idml.audit.images import AuditImages, checksum
 from idml.audit.report import CSV, JSON, REPORT, write_audit
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import Pixels
+from idml.data.augment import View
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
-from idml.data.views import View
 from idml.embeddings import Embeddings
 from idml.evaluation.candidate import Counted, pixels_of
 from idml.model import Model, build_model, fingerprint, load_model
@@ -46,7 +46,7 @@ def audit_run(
 
     Args:
         run: a run directory, or the word ``pretrained``: the default trunk as it is.
-        data: a SPEC as in `idml.data.catalogue.load_dataset`, and ``split`` likewise; all of its images are audited.
+        data: a SPEC as in `idml.data.datasets.load_dataset`, and ``split`` likewise; all of its images are audited.
         out: a folder for audit.csv, audit.json and report.html, and for the decisions of a review (decisions.csv).
         split: which images are in which part; duplicates across parts are told.
         progress: called with rows of how many images are done.

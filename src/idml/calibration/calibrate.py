@@ -45,7 +45,7 @@ def calibrate_run(
     Args:
         run: a run directory; it gets calibration.json (for galleries with labels), calibration-unlabelled.json (for
             those without) and calibration.html.
-        data: a SPEC as in `idml.data.catalogue.load_dataset`.
+        data: a SPEC as in `idml.data.datasets.load_dataset`.
         split: which classes of ``data`` are test classes; by default the run's own split. Classes that the run learned
             from are left out, so of a run on all classes those remain that it held out for validation.
         unknown: the share of the queries whose classes are kept out of the gallery. The promises hold where about as

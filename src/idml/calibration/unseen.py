@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from idml.data.catalogue import load_dataset
-from idml.data.holdout import hold_out
+from idml.data.datasets import hold_out, load_dataset
 from idml.data.sources import Dataset
 
 _OWN_IMAGES = ("folder", "csv")  # what these name lies at a path; every other word names one data set wherever it is

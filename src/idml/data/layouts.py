@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from idml.data.trees import Folder, Tar, Tree, open_tree
+from idml.data.sources import Folder, Tar, Tree, open_tree
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 Part = Literal["train", "test", "gallery"]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from idml.data.pixels import Pixels
-from idml.data.views import MIXED
+from idml.data.augment import MIXED
+from idml.data.pixel_cache import Pixels
 from idml.evaluation.uncertainty import auroc
 from idml.model import Model
 from idml.model.feature_cache import CLEAN, embed_view

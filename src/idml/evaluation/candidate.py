@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from idml.data.pixels import Pixels, load_pixels
+from idml.data.augment import View, other_class
+from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sources import Dataset, ImageSet
-from idml.data.views import View, other_class
 from idml.embeddings import Embeddings
 from idml.evaluation.scores import NeighbourScores, neighbour_scores
 from idml.metric import IntrospectiveMetric

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from idml.data.pixels import Pixels
-from idml.data.views import GRADED, View
+from idml.data.augment import GRADED, View
+from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.evaluation.candidate import Candidate
 from idml.evaluation.neighbours import nearest

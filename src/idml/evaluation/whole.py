@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from idml.data.catalogue import load_dataset
+from idml.data.augment import GRADED, MIXED, View
+from idml.data.datasets import load_dataset
 from idml.data.sources import Dataset
-from idml.data.views import GRADED, MIXED, View
 from idml.evaluation.candidate import Candidate, pixels_of
 from idml.evaluation.figures import figures, verdicts
 from idml.evaluation.measuring import MIDDLE, fit_predictor, measure
@@ -41,7 +41,7 @@ def evaluate_run(
 
     Args:
         run: a run directory.
-        data: a SPEC as in `idml.data.catalogue.load_dataset`, and ``split`` likewise.
+        data: a SPEC as in `idml.data.datasets.load_dataset`, and ``split`` likewise.
         metric: what compares images in the test: "euclidean" on s, or "introspective" with the run's τ and γ.
         split: which classes train and which test.
         ensemble: further runs that vote with this one.

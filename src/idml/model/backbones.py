@@ -148,7 +148,8 @@ def _weights(state: dict[str, Tensor]) -> list[str]:
 # A trunk in two: what lies before its last stage, and the last stage, which can be trained on kept activations.
 #
 # The last stage is what follows the last shrinking of the feature map: of a ResNet its layer4, of an EfficientNet the
-# last two groups of blocks and the final convolution. Most of the time goes into what comes before, where maps are large.
+# last two groups of blocks and the final convolution. Most of the time goes into what comes before, where maps are
+# large.
 
 
 class Stages:

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from idml.data.pixels import Pixels
-from idml.data.views import View
+from idml.data.augment import View
+from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.files import cache_folder, cached_array
 from idml.model import Model

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,6 @@ from idml.embeddings import Embeddings, full_precision
 from idml.files import write_whole
 from idml.model.backbones import PACKAGED, Stages, build_trunk
 from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
-
-if TYPE_CHECKING:
-    from idml.model import ModelConfig
-
 
 FILE = "model.safetensors"
 

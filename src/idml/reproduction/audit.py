@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from idml.audit.label_errors import SCORES, ambiguous, mislabelled
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.evaluation import neighbour_scores

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
 from idml.model import build_model

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from idml.data.catalogue import load_dataset
-from idml.data.pixels import load_pixels
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import load_pixels
 from idml.evaluation.ambiguous import tells_ambiguous
 from idml.files import write_whole
 from idml.html import page, table

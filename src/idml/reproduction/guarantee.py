@@ -29,7 +29,7 @@ from torch import Tensor
 from idml.calibration.comparison import compare
 from idml.calibration.open_set import Pool, Trial, draw_unknown
 from idml.calibration.stored import Calibration
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.data.sampling import random_stream
 from idml.evaluation.candidate import Candidate
 from idml.files import write_whole

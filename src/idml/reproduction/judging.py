@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.data.pixels import Pixels, load_pixels
+from idml.data.augment import MIXED, View
+from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sources import Dataset, ImageSet
-from idml.data.views import MIXED, View
 from idml.embeddings import Embeddings
 from idml.evaluation.ambiguous import auroc_above
 from idml.evaluation.neighbours import Search

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.data.sources import Dataset
 from idml.reproduction.arms import Arm
 from idml.reproduction.grid import Cell

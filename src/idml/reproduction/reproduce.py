@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from idml.data.catalogue import load_dataset
+from idml.data.datasets import load_dataset
 from idml.files import write_whole
 from idml.reproduction.arms import Arms
 from idml.reproduction.claims import Found
@@ -38,7 +38,7 @@ def reproduce_table(
 
     Args:
         what: a name in `idml.reproduction.tables.TABLES`.
-        data: a SPEC as in `idml.data.catalogue.load_dataset`; by default glyphs, and in a dry run at the paper's scale
+        data: a SPEC as in `idml.data.datasets.load_dataset`; by default glyphs, and in a dry run at the paper's scale
             the paper's three data sets.
         seeds: how many; by default as many as the regime says.
         out: where the cells and the table go.

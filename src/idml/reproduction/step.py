@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from idml.data.holdout import hold_out
-from idml.data.pixels import load_pixels
+from idml.data.datasets import hold_out
+from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import class_batches
 from idml.data.sources import ImageSet
 from idml.embeddings import Embeddings

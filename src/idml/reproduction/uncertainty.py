@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from idml.data.catalogue import load_dataset
-from idml.data.views import MIXED
+from idml.data.augment import MIXED
+from idml.data.datasets import load_dataset
 from idml.evaluation.ambiguous import auroc_above
 from idml.evaluation.candidate import Candidate, pixels_of
 from idml.evaluation.measuring import MIDDLE, Measured, fit_predictor, measure

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from idml.data.ambiguity import IN_PLACE, MIXTURES, Batch, apply_ambiguity
+from idml.data.augment import IN_PLACE, MIXTURES, Batch, apply_ambiguity
 from idml.data.sampling import random_stream
 from idml.files import cache_folder, cached_array
 from idml.model import Model

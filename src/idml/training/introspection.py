@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from idml.data.ambiguity import Batch
-from idml.data.pixels import Pixels
+from idml.data.augment import Batch
+from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.evaluation.neighbours import nearest
 from idml.metric import plain_cosines

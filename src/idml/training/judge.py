@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from idml.data.pixels import Pixels
+from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
 from idml.model import Model

@@ -16,9 +16,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from idml.data.catalogue import load_dataset
-from idml.data.holdout import hold_out
-from idml.data.pixels import Pixels, load_pixels
+from idml.data.datasets import hold_out, load_dataset
+from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings

@@ -4,8 +4,7 @@ import dataclasses
 
 from torch import Tensor
 
-from idml.data.catalogue import load_dataset
-from idml.data.holdout import hold_out
+from idml.data.datasets import hold_out, load_dataset
 from idml.data.sampling import noisy_labels
 from idml.data.sources import Dataset, ImageSet
 from idml.training.config import TrainConfig

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.data.pixels import Pixels
+from idml.data.pixel_cache import Pixels
 from idml.files import write_whole
 from idml.html import page, strip, table
 from idml.training.config import TrainConfig

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from idml.data.ambiguity import Batch
+from idml.data.augment import Batch
 from idml.embeddings import Embeddings
 from idml.labels import LabelSets
 from idml.model import Model

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from idml.data.ambiguity import Batch, apply_ambiguity, centre_crop, crop_and_flip
-from idml.data.pixels import Pixels
+from idml.data.augment import Batch, Degradations, apply_ambiguity, centre_crop, crop_and_flip
+from idml.data.pixel_cache import Pixels
 from idml.data.sampling import class_batches, random_batches, random_stream
-from idml.data.views import Degradations
 from idml.model import Model
 from idml.training.config import TrainConfig
 

@@ -167,3 +167,17 @@ def _singles(images: ImageSet, gallery: ImageSet | None = None) -> list[str]:
         return [f"{images.name}: {counted(lonely, 'class')} of one image"] if lonely else []
     lonely = len(set(images.labels.tolist()) - set(gallery.labels.tolist()))
     return [f"{images.name}: {counted(lonely, 'class')} with no image in the gallery"] if lonely else []
+
+
+# -------------------- holdout --------------------
+# Which of its training classes a run does not learn from.
+
+
+def hold_out(images: ImageSet, share: float) -> tuple[ImageSet, ImageSet | None]:
+    """The classes to learn from and, every 1/share-th class, those kept for validation; None if there are too few."""
+    count = len(images.classes)
+    kept = round(count * share)
+    if kept < 2 or count - kept < 2:
+        return images, None
+    chosen = {round((i + 0.5) * count / kept - 0.5) for i in range(kept)}
+    return images.of_classes([c for c in range(count) if c not in chosen]), images.of_classes(sorted(chosen))
