@@ -23,8 +23,8 @@ def steps(count: int, keep: bool) -> list[tuple[float, int]]:
 
     from idml.memory import keep_memory
     from idml.model import build_model
+    from idml.training.build import set_modes
     from idml.training.config import TrainConfig
-    from idml.training.optimiser import set_modes
 
     if keep and not keep_memory():
         raise SystemExit("this C library has no mallopt: nothing to compare")

@@ -24,11 +24,11 @@ from idml.data.pixel_cache import load_pixels
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model
+from idml.training.batches import Stream
+from idml.training.build import build_optimiser, set_modes
 from idml.training.config import TrainConfig
-from idml.training.optimiser import build_optimiser, set_modes
-from idml.training.processes import Processes
+from idml.training.distributed import Processes
 from idml.training.step import learn
-from idml.training.stream import Stream
 
 SIZE, BATCH = 112, 120
 

@@ -20,9 +20,9 @@ from idml.memory import keep_memory
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model
 from idml.model.bn_folding import fold_frozen_normalisation
+from idml.training.build import build_optimiser, set_modes
 from idml.training.config import TrainConfig
-from idml.training.optimiser import build_optimiser, set_modes
-from idml.training.processes import Processes
+from idml.training.distributed import Processes
 from idml.training.step import learn
 
 SIZE, HALF, CLASSES = 112, 60, 100

@@ -13,7 +13,7 @@ from idml.reproduction import regimes
 from idml.reproduction import tables
 from idml.reproduction.regimes import Regime, Speed
 from idml.reproduction.reproduce import reproduce_table
-from idml.training.processes import Processes
+from idml.training.distributed import Processes
 
 base = {
     "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8, "epochs": 1, "batch_size": 8,

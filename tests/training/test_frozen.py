@@ -10,11 +10,9 @@ from idml.data.pixel_cache import load_pixels
 from idml.evaluation import evaluate_retrieval
 from idml.model import build_model, load_model
 from idml.model.feature_cache import view_features
+from idml.training.batches import FrozenStream, Stream
 from idml.training.config import TrainConfig
-from idml.training.frozen import FrozenStream
-from idml.training.loop import train
-from idml.training.start import start_at_principal_components
-from idml.training.stream import Stream
+from idml.training.loop import start_at_principal_components, train
 
 
 def quiet(done, total):

@@ -12,14 +12,13 @@ from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.labels import LabelSets
 from idml.model import build_model, load_model
+from idml.training.batches import FrozenStream, Stream
 from idml.training.build import build
 from idml.training.config import TrainConfig, from_dict
-from idml.training.frozen import FrozenStream
+from idml.training.distributed import Processes
 from idml.training.introspection import PARTS, TEMPERATURE, Introspection, own_losses, ranked
 from idml.training.loop import train
-from idml.training.processes import Processes
 from idml.training.step import learn
-from idml.training.stream import Stream
 
 SIGNALS = ("ranking", "error", "graded")
 

@@ -8,14 +8,12 @@ from idml.data.pixel_cache import load_pixels
 from idml.evaluation import evaluate_retrieval
 from idml.model import build_model, load_model
 from idml.model.feature_cache import embed_view
-from idml.training.build import build
+from idml.training.batches import FrozenStream, Stream
+from idml.training.build import build, set_modes
 from idml.training.config import TrainConfig
-from idml.training.frozen import FrozenStream
+from idml.training.distributed import Processes
 from idml.training.loop import train
-from idml.training.optimiser import set_modes
-from idml.training.processes import Processes
 from idml.training.step import learn
-from idml.training.stream import Stream
 
 
 @pytest.fixture

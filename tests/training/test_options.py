@@ -11,14 +11,12 @@ from idml.data.augment import Batch
 from idml.data.datasets import hold_out, load_dataset
 from idml.labels import LabelSets
 from idml.model import load_model
-from idml.training.build import build
-from idml.training.config import TrainConfig, from_dict
+from idml.training.build import build, build_optimiser, set_learning_rate
+from idml.training.config import TrainConfig, from_dict, idle_options
+from idml.training.distributed import Processes
 from idml.training.loop import train
 from idml.training.noise import noisy_images, with_label_noise
-from idml.training.optimiser import build_optimiser, set_learning_rate
-from idml.training.processes import Processes
 from idml.training.step import learn
-from idml.training.together import idle_options
 
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
 

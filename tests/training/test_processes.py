@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from idml.training.config import TrainConfig
+from idml.training.distributed import Processes
 from idml.training.loop import train
-from idml.training.processes import Processes
 
 ONE_STEP = """
 import sys, torch
@@ -22,7 +22,7 @@ from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model
 from idml.training.config import TrainConfig
-from idml.training.processes import Processes
+from idml.training.distributed import Processes
 from idml.training.step import learn
 
 processes = Processes()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from idml.training.checkpoint import lock_run
 from idml.training.config import TrainConfig
 from idml.training.loop import Interrupted, train
-from idml.training.watch import stop_on_sigterm
+from idml.training.run_log import stop_on_sigterm
 
 KILLS = int(os.environ.get("IDML_KILLS", "2"))  # more in `make faults`
 

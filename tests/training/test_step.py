@@ -11,7 +11,7 @@ from idml.metric import IntrospectiveMetric
 from idml.model import build_model
 from idml.probabilistic import ProbabilisticLoss
 from idml.training.config import TrainConfig
-from idml.training.processes import Processes
+from idml.training.distributed import Processes
 from idml.training.step import learn, require_finite_gradients
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from idml.reproduction.regimes import Regime
-from idml.training.config import TrainConfig
-from idml.training.presets import preset
+from idml.training.config import TrainConfig, preset
 
 LOSSES = {
     "triplet_semihard": "Triplet-SH",

@@ -22,8 +22,8 @@ from idml.model import build_model, load_model
 from idml.model.feature_cache import CLEAN, embed_view, view_features
 from idml.training.build import fold_as_trained
 from idml.training.config import TrainConfig
+from idml.training.distributed import Processes
 from idml.training.noise import noisy_images
-from idml.training.processes import Processes
 
 _HITS = 1 << 22  # neighbours looked at together
 _QUANTILES = 20  # of ‖u‖, for the drawing of its levels

@@ -17,7 +17,7 @@ from idml.data.sources import Dataset
 from idml.reproduction.arms import Arm
 from idml.reproduction.grid import Cell
 from idml.reproduction.store import RAW, Store
-from idml.training.processes import Processes
+from idml.training.distributed import Processes
 
 _PAUSE = 5.0  # seconds between two looks at the cells of other workers
 

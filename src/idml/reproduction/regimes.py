@@ -20,7 +20,7 @@ from typing import Any
 
 from idml.reproduction.first import FROZEN, SCRATCH
 from idml.reproduction.grid import UNTAUGHT
-from idml.training.presets import preset
+from idml.training.config import preset
 
 SCALES = ("laptop", "paper")
 _RATES = (1e-4, 3e-4, 1e-3)

@@ -17,7 +17,7 @@ from idml.reproduction.summary import per_seed, shown_columns
 from idml.reproduction.table import Table
 from idml.reproduction.tables import TABLES
 from idml.training.config import TrainConfig, from_dict
-from idml.training.processes import Processes
+from idml.training.distributed import Processes
 
 _OFFICIAL = {"cub": 5864, "cars": 8054, "sop": 59551}  # training images
 

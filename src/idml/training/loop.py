@@ -21,23 +21,19 @@ from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
+from idml.evaluation import evaluate_retrieval
 from idml.files import write_whole
-from idml.model import load_model, save_model
-from idml.training.build import build, fold_as_trained
+from idml.model import Model, load_model, save_model
+from idml.model.feature_cache import embed_view
+from idml.training.batches import FrozenStream, Stream
+from idml.training.build import build, build_optimiser, fold_as_trained, set_learning_rate, set_modes
 from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint
-from idml.training.config import TrainConfig
-from idml.training.frozen import FrozenStream
+from idml.training.config import Train, TrainConfig, fitted_to, idle_options
+from idml.training.distributed import Processes
 from idml.training.introspection import Introspection
-from idml.training.judge import Judge
 from idml.training.noise import with_label_noise
-from idml.training.optimiser import build_optimiser, set_learning_rate, set_modes
-from idml.training.processes import Processes
-from idml.training.report import write_report
-from idml.training.start import start_at_principal_components
+from idml.training.run_log import Log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings, write_report
 from idml.training.step import learn, require_finite, require_finite_gradients
-from idml.training.stream import Stream
-from idml.training.together import fitted_to, idle_options
-from idml.training.watch import Log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings
 
 Report = Callable[[dict[str, Any]], None]
 Note = Callable[[str], None]
@@ -242,3 +238,81 @@ def train(
 
 def _plain(config: TrainConfig) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+# -------------------- judge --------------------
+# How good a model is between and after epochs: retrieval by the plain metric on s.
+
+
+class Judge:
+    """Embeds sets of images as a test sees them and takes their figures; what does not learn sees each set once."""
+
+    def __init__(self, part: Train, progress: Callable[[int, int], None]) -> None:
+        self.part, self.progress = part, progress
+
+    def embeddings(self, model: Model, pixels: Pixels) -> Embeddings:
+        """The embeddings of the usable images."""
+        keep, last = self.part != "all", self.part == "last"
+        return embed_view(model, pixels, keep=keep, last=last, progress=self.progress)
+
+    def has_pairs(self, pixels: Pixels, gallery: Pixels | None = None) -> bool:
+        """Whether any image has another of its class to find."""
+        labels = pixels.images.labels[pixels.usable]
+        if gallery is not None:
+            return bool(torch.isin(labels, gallery.images.labels[gallery.usable]).any())
+        return bool((labels.bincount() > 1).any())
+
+    def require_pairs(self, pixels: Pixels, gallery: Pixels | None) -> None:
+        """Refuse images that cannot be judged by."""
+        if not self.has_pairs(pixels, gallery):
+            count = len(pixels.usable)
+            raise ValueError(f"{pixels.images.name}: none of the {count} images has another image of its class to find")
+
+    def figures(
+        self, model: Model, pixels: Pixels, gallery: Pixels | None = None, embeddings: Embeddings | None = None
+    ) -> dict[str, float]:
+        """Recall@1, R-Precision and MAP@R, among the images themselves or in a gallery; ``embeddings`` if known."""
+        figures = evaluate_retrieval(
+            self.embeddings(model, pixels) if embeddings is None else embeddings,
+            pixels.images.labels[pixels.usable],
+            gallery=None if gallery is None else self.embeddings(model, gallery),
+            gallery_labels=None if gallery is None else gallery.images.labels[gallery.usable],
+            recall_at=(1,),
+        )
+        return {key: float(figures[key] or 0.0) for key in ("recall@1", "r_precision", "map@r")}
+
+
+# -------------------- start --------------------
+# Where the semantic head starts: at the principal components of the trunk's features.
+#
+# A random head throws away most of what a pretrained trunk knows before it has learned anything; this one begins at the
+# trunk's own quality.
+
+
+@torch.no_grad()
+def start_at_principal_components(model: Model, features: Tensor) -> None:
+    """s = W(f − f̄), the rows of W the directions in which the features [n, width] vary most.
+
+    With more dimensions than the features have, the rest of s starts at 0.
+    """
+    x = features.cpu().double()
+    mean = x.mean(dim=0)
+    x = x - mean
+    rows = _directions(x)[: model.config.embedding_dim]
+    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    rows = rows * largest.sign()  # a direction has no sign of its own
+    weight, bias = model.semantic.weight, model.semantic.bias
+    weight.zero_()
+    bias.zero_()
+    weight[: len(rows)] = rows.to(weight)
+    bias[: len(rows)] = -(rows @ mean).to(bias)
+
+
+def _directions(x: Tensor) -> Tensor:
+    """Orthonormal rows, those along which ``x`` varies most first."""
+    rows: Tensor
+    try:
+        rows = torch.linalg.eigh(x.T @ x)[1].T.flip(0)  # eigenvalues ascend
+    except RuntimeError:  # not found, on some CPUs, where a few images span less than the features' width
+        rows = torch.linalg.svd(x)[2]
+    return rows

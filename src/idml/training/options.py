@@ -8,8 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from idml.training.config import TrainConfig, from_dict
-from idml.training.presets import NAMES
+from idml.training.config import NAMES, TrainConfig, from_dict
 
 _LISTED = {"ambiguity": "KIND", "loss_parameters": "NAME=X"}
 

@@ -10,8 +10,8 @@ from idml.embeddings import Embeddings
 from idml.labels import LabelSets
 from idml.model import Model
 from idml.training.config import TrainConfig
+from idml.training.distributed import Processes
 from idml.training.introspection import Introspection
-from idml.training.processes import Processes
 
 _MAIN = 0.75  # a parent with a larger share of a mixture gives it its only label, if the labels are `main`
 
