@@ -154,7 +154,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from idml.evaluation.whole import evaluate_run
+    from idml.evaluation.evaluate import evaluate_run
     from idml.training.display import Display
 
     with Display() as display:

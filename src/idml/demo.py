@@ -8,7 +8,7 @@ from typing import Any
 from idml.data.glyphs import load_glyphs
 from idml.data.pixel_cache import load_pixels
 from idml.demo_search import describe, show_search
-from idml.evaluation.ambiguous import tells_ambiguous
+from idml.evaluation.evaluate import tells_ambiguous
 from idml.files import write_whole
 from idml.html import page, table
 from idml.model import load_model

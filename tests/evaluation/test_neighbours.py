@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from idml import Embeddings, IntrospectiveMetric
-from idml.evaluation import neighbours, pairs, retrieval
-from idml.evaluation.neighbours import Search, nearest
+from idml.evaluation import knn as neighbours
+from idml.evaluation import pairs, retrieval
+from idml.evaluation.knn import Search, nearest
 
 
 def loops(queries, k, gallery=None, query_ids=None, gallery_ids=None):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from idml.evaluation import auroc, evaluate_uncertainty, resampling
-from idml.evaluation.resampling import (
+from idml.evaluation import auroc, evaluate_uncertainty
+from idml.evaluation import bootstrap as resampling
+from idml.evaluation.bootstrap import (
     Rounds,
     draw_classes,
     interval,

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from idml.embeddings import Embeddings
-from idml.evaluation import evaluate_retrieval, products
-from idml.evaluation.neighbours import Search
-from idml.evaluation.products import add_product, in_parts
-from idml.evaluation.selection import _by_groups, lowest
+from idml.evaluation import evaluate_retrieval
+from idml.evaluation import knn as products
+from idml.evaluation.knn import Search, _by_groups, add_product, in_parts, lowest
 from idml.metric import IntrospectiveMetric
 
 
@@ -70,7 +69,7 @@ def test_blocks_make_the_whole_product(rows, columns):
 def test_threads_find_what_one_finds(metric, monkeypatch):
     e = Embeddings(torch.randn(700, 16), 0.2 * torch.randn(700, 8))
     labels = torch.arange(700) % 50
-    monkeypatch.setattr("idml.evaluation.neighbours._ROWS", 64)
+    monkeypatch.setattr("idml.evaluation.knn._ROWS", 64)
     wanted = Search(e, None, metric).top(9), evaluate_retrieval(e, labels, metric=metric)
     before = torch.get_num_threads()
     torch.set_num_threads(3)

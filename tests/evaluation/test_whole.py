@@ -28,9 +28,7 @@ from idml.evaluation import (
     paired_rise,
     whole,
 )
-from idml.evaluation.candidate import disjoint
-from idml.evaluation.measuring import MIDDLE
-from idml.evaluation.whole import evaluate_run
+from idml.evaluation.evaluate import MIDDLE, disjoint, evaluate_run
 from idml.model import Model, load_model, save_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train
@@ -174,7 +172,7 @@ def test_a_second_call_reads_the_first_result(first, runs, spec, monkeypatch, tm
 
     for name in ("embed", "embed_features", "features"):
         monkeypatch.setattr(Model, name, refuse)
-    monkeypatch.setattr("idml.evaluation.candidate.load_model", refuse)
+    monkeypatch.setattr("idml.evaluation.evaluate.load_model", refuse)
     started = time.perf_counter()
     again = evaluate_run(runs / "idml", spec)
     assert time.perf_counter() - started < 1

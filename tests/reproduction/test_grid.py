@@ -7,7 +7,7 @@ import scipy.stats
 import torch
 
 from idml.cli import main
-from idml.evaluation.ambiguous import auroc_above
+from idml.evaluation.evaluate import auroc_above
 from idml.reproduction import first, uncertainty
 from idml.reproduction.grid import Cell, interval, run_cells, what_u_tells
 

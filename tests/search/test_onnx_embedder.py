@@ -18,7 +18,7 @@ from idml.model.onnx import export_onnx
 from idml.search import onnx_embedder
 from idml.search.embedder import fingerprint_of, open_embedder, prepared
 from idml.search.gallery import Gallery
-from idml.search.onnx_embedder import BATCH, OnnxEmbedder
+from idml.search.onnx_embedder import ONNX_BATCH, OnnxEmbedder
 
 ONNX = "model.onnx"
 VARIANTS = [{}, {"in_chans": 1, "uncertainty": "gaussian"}]
@@ -94,8 +94,8 @@ def test_as_torch(tmp_path, made, variant):
     assert isinstance(ours, OnnxEmbedder)
     for name in ("fingerprint", "dimensions", "uncertainty"):
         assert getattr(ours, name) == getattr(theirs, name)
-    images = pictures(2 * BATCH + 3)
-    for count in (1, BATCH, BATCH + 1, len(images)):
+    images = pictures(2 * ONNX_BATCH + 3)
+    for count in (1, ONNX_BATCH, ONNX_BATCH + 1, len(images)):
         found = ours.embed(images[:count])
         assert len(found) == count
         same(found, theirs.embed(images[:count]))
@@ -104,9 +104,9 @@ def test_as_torch(tmp_path, made, variant):
 
 
 def test_an_image_is_embedded_the_same_in_any_company(run):
-    embedder, images = OnnxEmbedder(run), pictures(BATCH + 5)
+    embedder, images = OnnxEmbedder(run), pictures(ONNX_BATCH + 5)
     together = embedder.embed(images)
-    for i in (0, 3, BATCH, BATCH + 4):
+    for i in (0, 3, ONNX_BATCH, ONNX_BATCH + 4):
         same(embedder.embed([images[i]]), together[i])
 
 

@@ -12,7 +12,7 @@ from idml.data.layouts import counted
 from idml.data.sources import FileSource
 from idml.files import write_whole
 
-FILE = "cleaned.csv"
+CLEANED_FILE = "cleaned.csv"
 LINK = "images"  # beside it, to the folder of the images: a CSV file names only what lies below it
 
 
@@ -38,7 +38,7 @@ def cleaned(
     roots = {source.root if isinstance(source, FileSource) else None for source in images.sources}
     if None in roots or len(roots) != 1:
         raise ValueError(
-            f"{images.name} does not lie in a folder of image files, so {FILE} cannot name its images; "
+            f"{images.name} does not lie in a folder of image files, so {CLEANED_FILE} cannot name its images; "
             "unpack a .tar and audit the folder to get one"
         )
     parts: dict[str, set[str]] = {}
@@ -67,7 +67,9 @@ def cleaned(
         rows.append((f"{prefix}{source.name}", label, "test" if split == "gallery" else split))
     notes = []
     if unlisted:
-        notes.append(f"{counted(unlisted, 'image')} left out of {FILE}: names that are not UTF-8 cannot stand in it")
+        notes.append(
+            f"{counted(unlisted, 'image')} left out of {CLEANED_FILE}: names that are not UTF-8 cannot stand in it"
+        )
     if stale:
         notes.append(f"{counted(stale, 'image')} changed after the decision: it is not applied, decide again")
     return rows, Cleaned("", len(rows), relabelled, excluded, tuple(notes))
@@ -81,7 +83,7 @@ def write_cleaned(images: AuditImages, settled: Settled, folder: Path) -> Cleane
     prefix = f"{LINK}/" if root is None or not below else f"{root.relative_to(home).as_posix()}/".removeprefix("./")
     rows, done = cleaned(images, settled, prefix)
     if not rows:
-        raise ValueError(f"the decisions leave no image for {folder / FILE}")
+        raise ValueError(f"the decisions leave no image for {folder / CLEANED_FILE}")
     if root is not None and not below:
         _link(folder / LINK, root)
     whole = {split for _, _, split in rows} == {"all"}
@@ -90,8 +92,8 @@ def write_cleaned(images: AuditImages, settled: Settled, folder: Path) -> Cleane
     table = csv.writer(text, lineterminator="\n")
     table.writerow(("path", "label", "split")[:columns])
     table.writerows(row[:columns] for row in rows)
-    write_whole(folder / FILE, text.getvalue().encode())
-    return Cleaned(str(folder / FILE), done.images, done.relabelled, done.excluded, done.notes)
+    write_whole(folder / CLEANED_FILE, text.getvalue().encode())
+    return Cleaned(str(folder / CLEANED_FILE), done.images, done.relabelled, done.excluded, done.notes)
 
 
 def _link(link: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from idml.embeddings import Embeddings, unit_rows
-from idml.evaluation.neighbours import nearest
+from idml.evaluation.knn import nearest
 
 _SAME, _SIMILAR = 0.02, 0.2  # c
 _FINE, _COARSE = 32, 16

@@ -16,7 +16,7 @@ from idml.audit.images import AuditImages
 from idml.audit.label_errors import Suspicion, ambiguous, mislabelled
 from idml.data.layouts import counted
 from idml.embeddings import Embeddings
-from idml.evaluation.neighbours import Neighbours, nearest
+from idml.evaluation.knn import Neighbours, nearest
 
 _SHARES = {"mislabelled": 0.1, "ambiguous": 0.02}
 _AT_LEAST = 20  # listed, if there are so many

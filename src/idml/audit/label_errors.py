@@ -1,6 +1,6 @@
 """Which labels are likely wrong, and which images are ambiguous: judged by what all *other* images say (leave-one-out).
 
-With p_c the share of class c among the k nearest other images (exact, see `idml.evaluation.neighbours`), and y the
+With p_c the share of class c among the k nearest other images (exact, see `idml.evaluation.knn`), and y the
 image's own class, the scores of a wrong label are
 
     disagreement       1 − p_y, k = 10: the simplest rival
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings, unit_rows
-from idml.evaluation.neighbours import Neighbours, nearest
+from idml.evaluation.knn import Neighbours, nearest
 
 SCORES = ("disagreement", "disagreement_100", "vote", "confident", "centroid", "discriminant")
 _NEIGHBOURS = {"disagreement": 10, "disagreement_100": 100, "vote": 200, "confident": 200}

@@ -22,7 +22,7 @@ from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings
-from idml.evaluation.candidate import Counted, pixels_of
+from idml.evaluation.evaluate import Counted, pixels_of
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import features_of, view_features
 

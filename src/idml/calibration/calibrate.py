@@ -14,8 +14,7 @@ from idml.calibration.report import build_page
 from idml.calibration.stored import Calibration, split_queries
 from idml.calibration.unseen import unseen
 from idml.data.sampling import random_stream
-from idml.evaluation.candidate import Candidate
-from idml.evaluation.whole import _options, untaught
+from idml.evaluation.evaluate import Candidate, _options, untaught
 from idml.files import write_whole
 from idml.model import fingerprint
 from idml.model.feature_cache import CLEAN

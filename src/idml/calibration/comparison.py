@@ -14,7 +14,7 @@ from torch import Tensor
 from idml.calibration.confidence import RightModel, _folds, _matrix, _out_of_fold
 from idml.calibration.evidence import WITHOUT_LABELS
 from idml.calibration.open_set import Trial
-from idml.evaluation.resampling import Rounds, draw_classes, interval, resampled_auroc, resampled_uncertainty
+from idml.evaluation.bootstrap import Rounds, draw_classes, interval, resampled_auroc, resampled_uncertainty
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
 
 P, MIX, MIX_WITHOUT_U = "P(right)", "mix", "mix without u"
@@ -33,7 +33,7 @@ def compare(trial: Trial, *, labelled: bool, seed: int = 0, rounds: int = 1000) 
     folds = _folds(len(trial), trial.labels, seed)
     scores = _scores(trial, labelled, folds, seed)
     drawn = [draw_classes(trial.labels[folds == fold], rounds=rounds, seed=int(fold)) for fold in folds.unique()]
-    figures = {name: _figures(score, trial, folds, drawn) for name, score in scores.items()}
+    figures = {name: _compared_figures(score, trial, folds, drawn) for name, score in scores.items()}
     singles = [name for name in scores if name not in (P, MIX, MIX_WITHOUT_U)]
     best = max(singles, key=lambda name: figures[name][0]["r_auroc"] or 0.0)
     return {
@@ -63,7 +63,7 @@ def _scores(trial: Trial, labelled: bool, folds: Tensor, seed: int) -> dict[str,
     return {P: doubt, **{name: _out_of_fold(part, wrong, folds, _PENALTY) for name, part in mixes.items()}, **singles}
 
 
-def _figures(score: Tensor, trial: Trial, folds: Tensor, drawn: list[Rounds]) -> Found:
+def _compared_figures(score: Tensor, trial: Trial, folds: Tensor, drawn: list[Rounds]) -> Found:
     values: dict[str, list[float | None]] = {"r_auroc": [], "augrc": [], "unknown": []}
     again: dict[str, list[Tensor]] = {name: [] for name in values}
     for fold, times in zip(folds.unique(), drawn, strict=True):

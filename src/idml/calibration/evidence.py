@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings, Index, as_rows, full_precision
-from idml.evaluation.neighbours import Names, Search, numbered
+from idml.evaluation.knn import Names, Search, numbered
 from idml.evaluation.scores import _entropy, _seen
 from idml.metric import IntrospectiveMetric
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from idml.calibration.evidence import Evidence, evidence_from_lists
 from idml.embeddings import Embeddings, full_precision
-from idml.evaluation.neighbours import Neighbours, nearest
+from idml.evaluation.knn import Neighbours, nearest
 
 SEEN = 10  # neighbours that evidence comes from
 _DEPTH = 256  # neighbours kept of the search in the whole gallery

@@ -1,9 +1,8 @@
 """How good a model is: exact neighbours, retrieval and clustering figures, the worth of an uncertainty score."""
 
-from idml.evaluation.neighbours import Neighbours, nearest
-from idml.evaluation.predictor import ErrorPredictor
+from idml.evaluation.knn import Neighbours, nearest
 from idml.evaluation.retrieval import evaluate_retrieval
-from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY, NeighbourScores, neighbour_scores
+from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY, ErrorPredictor, NeighbourScores, neighbour_scores
 from idml.evaluation.uncertainty import (
     auroc,
     bootstrap_interval,

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from idml.evaluation.products import add_product
+from idml.evaluation.knn import add_product
 from idml.metric import IntrospectiveMetric
 
 _EXACT = 1 << 18  # numbers subtracted at a time: they stay in the cache

@@ -2,15 +2,29 @@
 
 import html
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from idml.evaluation.candidate import Candidate
-from idml.evaluation.measuring import MIDDLE, Measured
-from idml.evaluation.pictures import histogram, risk_coverage_curves, tsne
-from idml.evaluation.scores import QUERY_ONLY
-from idml.html import page, picture, strip, table
+from idml.data.sampling import random_stream
+from idml.evaluation.bootstrap import (
+    Rounds,
+    draw_classes,
+    interval,
+    resampled_auroc,
+    resampled_mean,
+    resampled_uncertainty,
+)
+from idml.evaluation.evaluate import MIDDLE, Candidate, Measured, Seen
+from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
+from idml.evaluation.uncertainty import auroc, evaluate_uncertainty, paired_rise, risk_coverage
+from idml.html import drawing, page, picture, strip, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 _SHOWN = ("clean", "mixed", *map(str, MIDDLE))
 _STRIP, _MISTAKES, _NEAREST = 16, 8, 4
@@ -34,7 +48,7 @@ _MEANING = (
 def build_report(
     result: dict[str, Any], measured: Measured, candidate: Candidate, note: Callable[[str], None]
 ) -> bytes:
-    """The page; ``result`` is what `idml.evaluation.whole.evaluate_run` returns."""
+    """The page; ``result`` is what `idml.evaluation.evaluate.evaluate_run` returns."""
     own = result["own_score"]
     label = "σ (mean)" if own == "sigma" else "‖u‖"
     clean = measured.seen["clean"]
@@ -136,3 +150,189 @@ def _mistakes(measured: Measured, candidate: Candidate, own: str) -> list[str]:
         text = f"{name} ({label}, {float(seen.scores[own][i]):.3f}) → {answers}"
         parts += [picture(images, text), f"<p>{html.escape(text)}</p>"]
     return parts
+
+
+# -------------------- figures --------------------
+# From the scores of all queries to figures with intervals, and to plain words on which score wins where.
+
+
+GROUPS = {"query_only": QUERY_ONLY, "gallery_aware": GALLERY_AWARE}
+
+
+def figures(measured: Measured, progress: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
+    """``accuracy`` of each view, ``uncertainty`` of each score in each view, ``best`` score of each view and group.
+
+    Every figure stands beside its 95 % interval over resampled classes (None where it is not defined: R-AUROC where
+    all answers are right or all wrong, and every interval where the queries are of one class).
+    """
+    drawn = draw_classes(measured.labels)
+    clean = measured.seen["clean"]
+    accuracy: dict[str, Any] = {}
+    uncertainty: dict[str, dict[str, Any]] = {name: {} for name in clean.scores}
+    best: dict[str, Any] = {}
+    total, done = len(measured.seen) * len(uncertainty), 0
+    for view, seen in measured.seen.items():
+        right = seen.correct.double()
+        accuracy[view] = {"value": float(right.mean()), "interval": _interval(resampled_mean(right, drawn), drawn)}
+        rounds = {}
+        for name, score in seen.scores.items():
+            again = resampled_uncertainty(score, seen.correct, drawn)
+            rounds[name] = again["r_auroc"]
+            values = evaluate_uncertainty(score, seen.correct)
+            if seen is not clean:
+                more, more_again = _against(clean.scores[name], score, drawn)
+                values, again = {**values, **more}, {**again, **more_again}
+            intervals = {k: None if values[k] is None else _interval(again[k], drawn) for k in values}
+            uncertainty[name][view] = {**values, "intervals": intervals}
+            progress(done := done + 1, total)
+        best[view] = {group: _best(uncertainty, view, rounds, names) for group, names in GROUPS.items()}
+    return {"accuracy": accuracy, "uncertainty": uncertainty, "best": best}
+
+
+def _against(clean: Tensor, score: Tensor, drawn: Rounds) -> tuple[dict[str, float | None], dict[str, Tensor]]:
+    """How well a score tells the degraded images from the clean ones, and how often it rises."""
+    both, degraded = torch.cat([clean, score]), torch.arange(2 * len(score)) >= len(score)
+    rises = (score > clean).double() + (score == clean).double() / 2
+    twice = Rounds(drawn.counts, drawn.classes.repeat(2))
+    values: dict[str, float | None] = {"detects": auroc(both, degraded), "rises": paired_rise(clean, score)}
+    return values, {"detects": resampled_auroc(both, degraded, twice), "rises": resampled_mean(rises, drawn)}
+
+
+def _best(
+    uncertainty: dict[str, dict[str, Any]], view: str, rounds: dict[str, Tensor], names: tuple[str, ...]
+) -> dict[str, Any] | None:
+    """The score of the largest R-AUROC, and those that it does not beat in 95 % of the same rounds' differences."""
+    values = {n: uncertainty[n][view]["r_auroc"] for n in names if n in rounds}
+    known = {n: value for n, value in values.items() if value is not None}
+    if not known:
+        return None
+    winner = max(known, key=lambda n: float(known[n]))
+    gaps = {n: interval(rounds[winner] - rounds[n]) for n in known if n != winner}
+    return {
+        "score": winner,
+        "r_auroc": known[winner],
+        "not_clearly_above": [n for n, gap in gaps.items() if gap is None or gap[0] <= 0],
+    }
+
+
+def _interval(values: Tensor, drawn: Rounds) -> list[float] | None:
+    return interval(values) if drawn.counts.shape[1] > 1 else None  # one class, drawn again and again, never varies
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """Plain words on a result: which score ranks wrong answers best in each view, and what the model's own is worth."""
+    own, lines = result["own_score"], []
+    places: dict[str, list[str]] = {"best": [], "not clearly below the best": [], "clearly below it": [], "chance": []}
+    for view, best in result["best"].items():
+        head = f"{view}, {result['accuracy'][view]['value']:.1%} of the answers right: "
+        first, with_gallery = best["query_only"], best["gallery_aware"]
+        if first is None or with_gallery is None:
+            lines.append(f"{head}there is nothing to rank")
+            continue
+        figure = result["uncertainty"][own][view]
+        itself = "" if own == first["score"] else f"; {own} {figure['r_auroc']:.3f}"
+        lines.append(f"{head}query alone {_winner(first)}{itself}; with the gallery {_winner(with_gallery)}")
+        ties = first["not_clearly_above"]
+        place = "best" if own == first["score"] else "not clearly below the best" if own in ties else "clearly below it"
+        places[place].append(view)
+        if figure["intervals"]["r_auroc"] is None or figure["intervals"]["r_auroc"][0] <= 0.5:
+            places["chance"].append(view)
+    chance = places.pop("chance")
+    told = "; ".join(f"{place} in {', '.join(views)}" for place, views in places.items() if views)
+    if told:
+        lines.append(f"{own} among the query-only scores: {told}")
+        lines.append(f"{own} is not clearly better than chance in: {', '.join(chance) or 'no view'}")
+    return lines
+
+
+def _winner(best: dict[str, Any]) -> str:
+    ties = ", ".join(best["not_clearly_above"])
+    return f"{best['score']} {best['r_auroc']:.3f}" + (f" (not clearly above {ties})" if ties else "")
+
+
+# -------------------- pictures --------------------
+# The figures of an evaluation's report: risk–coverage curves, histograms of uncertainty, t-SNE.
+
+
+_POINTS = 300  # of a curve: more than a screen shows
+_IMAGES = 3000  # of a t-SNE
+
+
+def risk_coverage_curves(seen: Seen) -> str:
+    """Errors among the answered queries against the share that is answered, a line for each score."""
+    figure = _figure(10, 5)
+    axes = figure.subplots()
+    for number, (name, score) in enumerate(seen.scores.items()):
+        coverage, risk = (x.numpy() for x in risk_coverage(score, seen.correct))
+        thinned = np.unique(np.linspace(0, len(coverage) - 1, _POINTS).round().astype(int))
+        area = evaluate_uncertainty(score, seen.correct)["aurc"]
+        axes.plot(
+            100 * coverage[thinned],
+            100 * risk[thinned],
+            label=f"{name} (AURC {area:.3f})",
+            color=f"C{number % 10}",
+            linestyle="solid" if name in QUERY_ONLY else "dashed",
+            linewidth=2.5 if name in ("level", "sigma") else 1.5,  # the model's own
+        )
+    error = 100 * float((~seen.correct).double().mean())
+    axes.axhline(error, color="0.6", linestyle="dotted", label="no order")
+    axes.set(xlabel="queries answered, %", ylabel="wrong among the answered, %", xlim=(0, 100))
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside right center", frameon=False, fontsize="medium")
+    return drawing(
+        figure,
+        "risk-coverage curves of all scores on clean queries: from the query alone solid, with the gallery dashed",
+    )
+
+
+def histogram(scores: dict[str, Tensor], label: str) -> str:
+    """How often each uncertainty occurs, in each view."""
+    figure = _figure(9, 3.6)
+    axes = figure.subplots()
+    values = torch.cat(list(scores.values())).double()
+    low, high = values.quantile(torch.tensor([0.001, 0.999], dtype=torch.float64)).tolist() if len(values) else (0, 1)
+    bins = np.linspace(low, high if high > low else low + 1e-6, 60).tolist()
+    for number, (view, score) in enumerate(scores.items()):
+        filled: dict[str, Any] = {"alpha": 0.35} if view == "clean" else {"histtype": "step", "linewidth": 1.5}
+        axes.hist(score.numpy().clip(low, high), bins, density=True, label=view, color=f"C{number % 10}", **filled)
+    axes.set(xlabel=label, ylabel="density")
+    figure.legend(loc="outside right center", frameon=False)
+    return drawing(figure, f"histogram of {label} for clean, mixed and degraded test images")
+
+
+def tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Callable[[str], None]) -> str:
+    """The embeddings in the plane, at most 3,000 of them, coloured by class and by uncertainty."""
+    chosen = torch.randperm(len(points), generator=random_stream("t-SNE"))[:_IMAGES].sort().values
+    points, labels, score = points[chosen], labels[chosen], score[chosen]
+    if len(points) < 4 or bool((points == points[0]).all()):
+        return "<p>There are too few different embeddings for a t-SNE.</p>"
+    note(f"t-SNE of {len(points):,} images")
+    from openTSNE import TSNE
+
+    place = TSNE(
+        perplexity=min(30, (len(points) - 1) / 3),
+        random_state=0,
+        n_jobs=torch.get_num_threads(),
+        negative_gradient_method="bh",
+    ).fit(points.numpy())
+    x, y = np.asarray(place).T
+    figure = _figure(12, 5.6)
+    left, right = figure.subplots(1, 2)
+    size = max(3.0, min(30.0, 9000 / len(points)))
+    hue = (labels.double() * 0.618033988749895) % 1  # neighbouring classes get colours far apart
+    left.scatter(x, y, s=size, c=hue.numpy(), cmap="hsv", linewidths=0)
+    left.set_title(f"by class ({len(labels.unique()):,})")
+    low, high = score.double().quantile(torch.tensor([0.02, 0.98], dtype=torch.float64)).tolist()
+    coloured = right.scatter(x, y, s=size, c=score.numpy(), cmap="viridis", vmin=low, vmax=high, linewidths=0)
+    right.set_title(f"by {label}")
+    figure.colorbar(coloured, ax=right)
+    for axes in (left, right):
+        axes.set(xticks=[], yticks=[])
+    text = f"t-SNE of the semantic embeddings of {len(points):,} test images, coloured by class and by {label}"
+    return drawing(figure, text, pixels=True)
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")

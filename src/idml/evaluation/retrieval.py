@@ -7,7 +7,7 @@ For a query with R other images of its class in the gallery, rel(i) = 1 where it
     MAP@R        1/R · Σ_{i ≤ R} rel(i)·P(i),   P(i) = 1/i · Σ_{j ≤ i} rel(j)       (Musgrave et al., 2020)
 
 each averaged over the queries. Neighbours are exact and ties go to the smaller gallery index, see
-`idml.evaluation.neighbours`.
+`idml.evaluation.knn`.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from idml.evaluation.neighbours import Names, Points, Search, numbered
+from idml.evaluation.knn import Names, Points, Search, numbered
 from idml.metric import IntrospectiveMetric
 
 _HITS = 1 << 20  # neighbours looked at together

@@ -23,7 +23,7 @@ from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.evaluation import neighbour_scores
-from idml.evaluation.neighbours import nearest
+from idml.evaluation.knn import nearest
 from idml.evaluation.uncertainty import auroc
 from idml.files import write_whole
 from idml.model import build_model, load_model

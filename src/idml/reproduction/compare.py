@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from idml.evaluation.resampling import draw_classes, interval
+from idml.evaluation.bootstrap import draw_classes, interval
 
 ROUNDS = 2000
 _SUMS = {"R@1": "hits", "MAP@R": "map@r"}

@@ -13,7 +13,7 @@ from typing import Any
 
 from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import load_pixels
-from idml.evaluation.ambiguous import tells_ambiguous
+from idml.evaluation.evaluate import tells_ambiguous
 from idml.files import write_whole
 from idml.html import page, table
 from idml.model import load_model

@@ -31,7 +31,7 @@ from idml.calibration.open_set import Pool, Trial, draw_unknown
 from idml.calibration.stored import Calibration
 from idml.data.datasets import load_dataset
 from idml.data.sampling import random_stream
-from idml.evaluation.candidate import Candidate
+from idml.evaluation.evaluate import Candidate
 from idml.files import write_whole
 from idml.model.feature_cache import CLEAN
 from idml.reproduction import first

@@ -13,8 +13,8 @@ from idml.data.augment import MIXED, View
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
-from idml.evaluation.ambiguous import auroc_above
-from idml.evaluation.neighbours import Search
+from idml.evaluation.evaluate import auroc_above
+from idml.evaluation.knn import Search
 from idml.evaluation.retrieval import clusters, normalized_mutual_information
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
 from idml.metric import IntrospectiveMetric

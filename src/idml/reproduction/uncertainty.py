@@ -10,9 +10,7 @@ from typing import Any
 
 from idml.data.augment import MIXED
 from idml.data.datasets import load_dataset
-from idml.evaluation.ambiguous import auroc_above
-from idml.evaluation.candidate import Candidate, pixels_of
-from idml.evaluation.measuring import MIDDLE, Measured, fit_predictor, measure
+from idml.evaluation.evaluate import MIDDLE, Candidate, Measured, auroc_above, fit_predictor, measure, pixels_of
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
 from idml.evaluation.uncertainty import evaluate_uncertainty, paired_rise
 from idml.reproduction.first import FROZEN

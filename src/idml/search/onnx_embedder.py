@@ -13,7 +13,7 @@ from idml.files import cache_folder
 from idml.model.onnx import FORMAT, OnnxFile, export_onnx, open_session, read_onnx, require, run_session
 from idml.search.embedder import ONNX, PRETRAINED, fingerprint_of, prepared
 
-BATCH = 16  # images at once: 64 were at most 5 % faster (lite0 at 112 px, conv4)
+ONNX_BATCH = 16  # images at once: 64 were at most 5 % faster (lite0 at 112 px, conv4)
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +39,7 @@ class OnnxEmbedder:
         """The embeddings of RGB images, as the test protocol sees them."""
         if len(images) == 0:
             raise ValueError("there is no image to embed")
-        return Embeddings.cat([self._embedded(images[i : i + BATCH]) for i in range(0, len(images), BATCH)])
+        return Embeddings.cat([self._embedded(images[i : i + ONNX_BATCH]) for i in range(0, len(images), ONNX_BATCH)])
 
     def _embedded(self, images: Sequence[Image.Image]) -> Embeddings:
         batch = torch.stack([prepared(image, self._size, grey=self._grey) for image in images])

@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 from idml.data.augment import Batch
 from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
-from idml.evaluation.neighbours import nearest
+from idml.evaluation.knn import nearest
 from idml.metric import plain_cosines
 from idml.training.config import TrainConfig
 

@@ -1,0 +1,461 @@
+"""`idml evaluate`: everything that is measured of a run on a data set's test classes, kept by what it depends on."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from idml.data.augment import GRADED, MIXED, View, other_class
+from idml.data.datasets import load_dataset
+from idml.data.pixel_cache import Pixels, load_pixels
+from idml.data.sources import Dataset, ImageSet
+from idml.embeddings import Embeddings
+from idml.evaluation.knn import nearest
+from idml.evaluation.report import build_report, figures, verdicts
+from idml.evaluation.retrieval import evaluate_retrieval
+from idml.evaluation.scores import (
+    ErrorPredictor,
+    NeighbourScores,
+    inverse_norm,
+    neighbour_scores,
+    random_norm,
+    sigma,
+    vote_disagreement,
+)
+from idml.evaluation.uncertainty import auroc
+from idml.files import write_whole
+from idml.metric import IntrospectiveMetric
+from idml.model import Model, fingerprint, load_model
+from idml.model.feature_cache import CLEAN, embed_view, view_features
+
+VERSION = 1  # goes up when a figure comes to mean something else: older results are then made again
+METRICS = ("euclidean", "introspective")
+Progress = Callable[[dict[str, Any]], None]
+Note = Callable[[str], None]
+
+
+def evaluate_run(
+    run: str | Path,
+    data: str,
+    *,
+    metric: str = "euclidean",
+    split: str = "official",
+    ensemble: Sequence[str | Path] = (),
+    graded: bool = False,
+    out: str | Path | None = None,
+    progress: Progress = lambda row: None,
+    note: Note = lambda text: None,
+) -> dict[str, Any]:
+    """Retrieval, clustering and uncertainty figures of the model in ``run`` on the test classes of ``data``.
+
+    Args:
+        run: a run directory.
+        data: a SPEC as in `idml.data.datasets.load_dataset`, and ``split`` likewise.
+        metric: what compares images in the test: "euclidean" on s, or "introspective" with the run's τ and γ.
+        split: which classes train and which test.
+        ensemble: further runs that vote with this one.
+        graded: three strengths of every degradation instead of the middle one.
+        out: where report.html goes; by default ``run``/evaluation.
+        progress: called with rows of how many images are done.
+        note: called with lines that a person should see.
+
+    The result is kept in ``run``/evaluation under a hash of the models, the images, the metric and the views; a second
+    call reads it. docs/evaluation.md says what it holds.
+    """
+    runs = [Path(path) for path in (run, *ensemble)]
+    if metric not in METRICS:
+        raise ValueError(f"unknown metric {metric!r}; known are {' and '.join(METRICS)}")
+    models = [fingerprint(path) for path in runs]
+    options = [_options(path) for path in runs]
+    metrics = [
+        _metric(path, told) if metric == "introspective" else None for path, told in zip(runs, options, strict=True)
+    ]
+    dataset = load_dataset(data, split=split)
+    views = GRADED if graded else MIDDLE
+    if len(dataset.test.labels.unique()) > 1:  # images of a single class have nothing to be mixed with
+        views = (MIXED, *views)
+    told = {name: options[0].get(name) for name in ("method", "introspection", "rule", "split")}
+    sets = [None if images is None else images.version for images in (dataset.train, dataset.test, dataset.gallery)]
+    parts = (VERSION, models, sets, split, metrics, told, views)
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    folder = runs[0] / "evaluation"
+    place = folder if out is None else Path(out)
+    result = _read(folder, key)
+    if result is None:
+        head: dict[str, Any] = {"data": dataset.name, "split": split, "metric": metric, "key": key}
+        if metrics[0] is not None:
+            head |= {"tau": metrics[0].tau, "gamma": metrics[0].gamma}
+        head["model"] = {"fingerprint": models[0], "method": told["method"]}
+        head["notes"] = [*dataset.notes, *_warnings(told, split, metric)]
+        result, page = _evaluate(runs, dataset, metrics, views, head, progress, note)
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / f"{key}.html", page)
+        write_whole(folder / f"{key}.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    else:
+        for line in result["notes"]:
+            note(line)
+    place.mkdir(parents=True, exist_ok=True)
+    write_whole(place / "report.html", (folder / f"{key}.html").read_bytes())
+    return {**result, "report": str(place / "report.html")}
+
+
+def _evaluate(
+    runs: list[Path],
+    dataset: Dataset,
+    metrics: list[IntrospectiveMetric | None],
+    views: tuple[View, ...],
+    head: dict[str, Any],
+    progress: Progress,
+    note: Note,
+) -> tuple[dict[str, Any], bytes]:
+    """The result, which begins with ``head``, and its page."""
+    notes: list[str] = head["notes"]
+    for line in notes:
+        note(line)
+
+    def keep(line: str) -> None:
+        if line not in notes:  # the models of an ensemble may all complain about one image
+            notes.append(line)
+            note(line)
+
+    def counted(what: str) -> Callable[[int, int], None]:
+        return lambda done, images: progress({"done": done, "images": images, "what": what})
+
+    loaded = [Candidate.load(path, dataset, metric, counted, keep) for path, metric in zip(runs, metrics, strict=True)]
+    candidate, config = loaded[0], loaded[0].model.config
+    train = pixels_of(candidate.model, dataset.train, counted, keep)
+    measured = measure(candidate, views, loaded[1:], fit_predictor(candidate, train, keep))
+    n = len(measured.rows)
+    if candidate.metric is not None:
+        keep("NMI is not defined with the introspective metric: k-means goes by Euclidean distances")
+    result: dict[str, Any] = {
+        **head,
+        "model": {"trunk": config.trunk, "embedding_dim": config.embedding_dim, **head["model"]},
+        "ensemble": len(runs) - 1,
+        **measured.retrieval,
+        "classes": len(measured.labels.unique()),
+        "own_score": "sigma" if config.uncertainty == "gaussian" else "level",
+        **figures(measured, lambda done, total: counted("resampled")(done * n, total * n)),
+    }
+    result["verdict"] = verdicts(result)
+    return result, build_report(result, measured, candidate, note)
+
+
+def _options(run: Path) -> dict[str, Any]:
+    """What the run was trained with, if it says so."""
+    path = run / "config.yaml"
+    try:
+        options = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a YAML file ({str(error).splitlines()[0]})") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{path} must hold options as 'name: value' lines")
+    return options
+
+
+def _metric(run: Path, options: dict[str, Any]) -> IntrospectiveMetric:
+    if "tau" not in options or "gamma" not in options:
+        raise ValueError(f"{run / 'config.yaml'} names no tau and gamma, which the introspective metric needs")
+    return IntrospectiveMetric(options["tau"], options["gamma"])
+
+
+def untaught(trained: dict[str, Any]) -> list[str]:
+    """What to say of the u of a run with these options, if nothing taught it."""
+    method, signal = trained.get("method"), trained.get("introspection")
+    if method not in ("plain", "mixup") or signal not in (None, "none"):
+        return []
+    return [f"the run was trained by {method} alone: nothing taught its uncertainty embedding anything"]
+
+
+def _warnings(told: dict[str, Any], split: str, metric: str) -> list[str]:
+    """What makes the figures of this run mean less than they seem to."""
+    lines = untaught(told)
+    if told["split"] is not None and str(told["split"]) != split:
+        lines.append(
+            f"the run was trained with the split {told['split']!r}: it may have seen the test classes of {split!r}"
+        )
+    if metric == "introspective" and told["rule"] not in (None, "similar"):
+        lines.append(f"the run was trained with the rule {told['rule']!r}; the test uses 'similar', which ranks images")
+    return lines
+
+
+def _read(folder: Path, key: str) -> dict[str, Any] | None:
+    """A result that was kept; one that is damaged counts as absent."""
+    try:
+        result = json.loads((folder / f"{key}.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return result if isinstance(result, dict) and (folder / f"{key}.html").is_file() else None
+
+
+# -------------------- candidate --------------------
+# A model and the images it is tested on: what it makes of them in a view, and what it finds for them.
+
+
+Counted = Callable[[str], Callable[[int, int], None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A model, the test images (queries) and, where the data set has one of its own, the gallery.
+
+    Without such a gallery a query is searched among the test images as they are, itself left out by its id; a mixed
+    query leaves out both of its parents, for it is half a copy of each.
+    """
+
+    model: Model
+    queries: Pixels
+    gallery: Pixels | None
+    metric: IntrospectiveMetric | None
+    counted: Counted
+
+    @classmethod
+    def load(
+        cls, run: Path, dataset: Dataset, metric: IntrospectiveMetric | None, counted: Counted, note: Note
+    ) -> "Candidate":
+        """The model of a run, and the test images at its size."""
+        model = load_model(run)
+        if metric is not None and model.config.uncertainty == "gaussian":
+            raise ValueError(f"{run}: the introspective metric needs u, and this model gives Gaussians")
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        gallery = None if dataset.gallery is None else pixels_of(model, dataset.gallery, counted, note)
+        loaded = cls(model, pixels_of(model, dataset.test, counted, note), gallery, metric, counted)
+        found = loaded.gallery_labels.bincount(minlength=len(dataset.test.classes))[loaded.labels]
+        if not bool((found > (1 if gallery is None else 0)).any()):  # said before the trunk is asked for anything
+            raise ValueError(
+                f"{dataset.test.name}: none of the {len(found)} images has another image of its class to find"
+            )
+        return loaded
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each query."""
+        return self.queries.images.labels[self.queries.usable]
+
+    @property
+    def gallery_labels(self) -> Tensor:
+        """The class of each image that is searched."""
+        searched = self.gallery or self.queries
+        return searched.images.labels[searched.usable]
+
+    @cached_property
+    def shelf(self) -> Embeddings:
+        """The embeddings of the images that are searched."""
+        return self.look(CLEAN, self.gallery)[1]
+
+    def look(self, view: View, pixels: Pixels | None = None) -> tuple[Tensor, Embeddings]:
+        """The features and the embeddings of the queries (or of other images) in a view, all finite."""
+        pixels = pixels or self.queries
+        images = pixels.images
+        features = view_features(self.model, pixels, view, progress=self.counted(f"of {images.name}, {view}"))
+        embeddings = self.model.embed_features(features)
+        sound = [x.isfinite().all(dim=1) for x in (features, embeddings.semantic, embeddings.uncertainty)]
+        bad = (~torch.stack(sound).all(dim=0)).nonzero().flatten()
+        if len(bad):
+            first = images.sources[int(pixels.usable[bad[0]])].name
+            raise ValueError(
+                f"{images.name}, {view}: the embeddings of {len(bad)} of {len(features)} images hold NaN or infinity "
+                f"(first: {first!r})"
+            )
+        return features, embeddings
+
+    def search(self, embeddings: Embeddings, view: View) -> NeighbourScores:
+        """What is found for the queries as embedded in a view; a mixed one may find either parent's class."""
+        n, device = len(embeddings), self.model.semantic.weight.device
+        queries, shelf, labels, theirs = embeddings.to(device), self.shelf.to(device), self.labels, self.gallery_labels
+        everyone = torch.arange(n)
+        mixed = view.kind == "mixed"
+        partner = other_class(labels, view.seed) if mixed else everyone
+        parts, groups = [], disjoint(partner) if mixed and self.gallery is None else [everyone]
+        for rows in groups:
+            ids = everyone.clone()
+            ids[partner[rows]] = rows  # the other parent goes by the query's id
+            parts.append(
+                neighbour_scores(
+                    queries[rows.to(device)],
+                    labels[rows],
+                    gallery=shelf,
+                    gallery_labels=theirs,
+                    metric=self.metric,
+                    query_ids=rows if self.gallery is None else None,
+                    gallery_ids=ids if self.gallery is None else None,
+                )
+            )
+        back = torch.cat(groups).argsort()
+        indices = torch.cat([part.indices.cpu() for part in parts])[back]
+        first = theirs[indices[:, 0]]
+        return NeighbourScores(
+            {name: torch.cat([part.scores[name].cpu() for part in parts])[back] for name in parts[0].scores},
+            (first == labels) | (first == labels[partner]),
+            torch.cat([part.singleton.cpu() for part in parts])[back],
+            indices,
+        )
+
+
+def pixels_of(model: Model, images: ImageSet, counted: Counted, note: Note) -> Pixels:
+    """The images at the model's working size; what cannot be read is said and left out."""
+    pixels = load_pixels(images, round(model.trunk.image_size * 256 / 224), progress=counted("decoded"))
+    if pixels.broken:
+        first = next(iter(pixels.broken.values()))
+        note(f"{images.name}: {len(pixels.broken)} of {len(images)} images left out (first: {first})")
+    return pixels
+
+
+def disjoint(partner: Tensor) -> list[Tensor]:
+    """The pairs (i, partner[i]) in groups of which none has an image in two pairs: the numbers i of each.
+
+    A gallery image has one id, so within a group both parents of each mixture can go by one.
+
+    >>> disjoint(torch.tensor([1, 2, 3, 0]))
+    [tensor([0, 2]), tensor([1, 3])]
+    """
+    groups: list[list[int]] = []
+    taken: list[set[int]] = []
+    for i, j in enumerate(partner.tolist()):
+        place = next((g for g, seen in enumerate(taken) if i not in seen and j not in seen), len(groups))
+        if place == len(groups):
+            groups.append([])
+            taken.append(set())
+        groups[place].append(i)
+        taken[place] |= {i, j}
+    return [torch.tensor(group) for group in groups]
+
+
+# -------------------- measuring --------------------
+# Every score of every test image, as it is and in the views that make it harder, and whether the answer is right.
+
+
+MIDDLE = GRADED[1::3]  # of the three strengths of each kind
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The queries in one view: their scores [n], larger where less certain, and whether the answer is right [n]."""
+
+    scores: dict[str, Tensor]
+    correct: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What `measure` found. The queries are the test images that have another image of their class to find."""
+
+    retrieval: dict[str, float | int | None]
+    rows: Tensor  # which of the usable test images are queries [n]
+    labels: Tensor  # their classes [n]
+    seen: dict[str, Seen]  # by view, "clean" first
+    embeddings: Embeddings  # of the clean queries
+    found: Tensor  # their nearest images: rows of the gallery [n, k]
+
+
+def measure(
+    candidate: Candidate,
+    views: Iterable[View],
+    members: Iterable[Candidate] = (),
+    predictor: ErrorPredictor | None = None,
+) -> Measured:
+    """Search every view's queries; ``members`` are models that vote with this one, ``predictor`` foresees errors."""
+    views = (CLEAN, *views)
+    seen: dict[str, Seen] = {}
+    votes: dict[str, list[Tensor]] = {}
+    theirs = candidate.gallery_labels
+    for view in views:
+        features, embeddings = candidate.look(view)
+        if view == CLEAN:
+            retrieval = evaluate_retrieval(
+                embeddings,
+                candidate.labels,
+                gallery=None if candidate.gallery is None else candidate.shelf,
+                gallery_labels=None if candidate.gallery is None else theirs,
+                metric=candidate.metric,
+                nmi=True,
+            )
+        answers = candidate.search(embeddings, view)
+        if view == CLEAN:
+            rows = (~answers.singleton).nonzero().flatten()
+            clean, found = embeddings[rows], answers.indices[rows]
+        scores = {**query_scores(candidate, features, embeddings, predictor), **answers.scores}
+        seen[str(view)] = Seen({name: score[rows] for name, score in scores.items()}, answers.correct[rows])
+        votes[str(view)] = [theirs[answers.indices[rows, 0]]]
+    for member in members:
+        if not torch.equal(member.queries.usable, candidate.queries.usable):
+            raise ValueError("the models of the ensemble cannot all read the same images")
+        for view in views:
+            indices = member.search(member.look(view)[1], view).indices
+            votes[str(view)].append(member.gallery_labels[indices[rows, 0]])
+    for name, given in votes.items():
+        if len(given) > 1:
+            seen[name].scores["ensemble"] = vote_disagreement(torch.stack(given))
+    return Measured(retrieval, rows, candidate.labels[rows], seen, clean, found)
+
+
+def query_scores(
+    candidate: Candidate, features: Tensor, embeddings: Embeddings, predictor: ErrorPredictor | None
+) -> dict[str, Tensor]:
+    """The scores of `idml.evaluation.scores.QUERY_ONLY` that this model has."""
+    gaussian = candidate.model.config.uncertainty == "gaussian"
+    scores = {"sigma": sigma(embeddings)} if gaussian else {"level": embeddings.level}
+    scores["semantic_norm"] = inverse_norm(embeddings.semantic)
+    scores["feature_norm"] = inverse_norm(features)
+    scores["random_norm"] = random_norm(features)
+    if predictor is not None:
+        scores["predicted_error"] = predictor.scores(features)
+    return scores
+
+
+def fit_predictor(candidate: Candidate, train: Pixels, note: Callable[[str], None]) -> ErrorPredictor | None:
+    """An error predictor that learned from the training images: is the nearest other one of the same class?
+
+    Training images that are also test images, or alone in their class, are not used. Where all answers are right, or
+    all wrong, there is nothing to learn: that is noted, and None returned.
+    """
+    features, embeddings = candidate.look(CLEAN, train)
+    labels = train.images.labels[train.usable]
+    tested = {source.name for source in candidate.queries.images.sources}
+    fresh = [train.images.sources[i].name not in tested for i in train.usable.tolist()]
+    usable = torch.tensor(fresh) & (labels.bincount()[labels] > 1)
+    if not bool(usable.any()):
+        note(
+            "predicted_error is left out: no training image is fit to learn from (alone in its class, or a test image)"
+        )
+        return None
+    device = candidate.model.semantic.weight.device
+    first = nearest(embeddings.to(device), 1, metric=candidate.metric).indices[:, 0].cpu()
+    wrong = labels[first] != labels
+    if bool(wrong[usable].all()) or not bool(wrong[usable].any()):
+        kind = "wrong" if bool(wrong[usable].all()) else "right"
+        note(f"predicted_error is left out: all {int(usable.sum())} answers among the training images are {kind}")
+        return None
+    return ErrorPredictor().fit(features[usable], wrong[usable])
+
+
+# -------------------- ambiguous --------------------
+# Whether ‖u‖ tells the images that are known to be ambiguous.
+
+
+def tells_ambiguous(model: Model, pixels: Pixels, *, keep: bool = False) -> dict[str, float]:
+    """AUROC of ‖u‖ for mixed images against clean ones, and for images with a twin in another class against the rest.
+
+    The second only where the data set knows its twins (glyphs). 0.5 is chance. ``keep`` is `embed_view`'s.
+    """
+    clean, mixed = (embed_view(model, pixels, view, keep=keep).level for view in (CLEAN, MIXED))
+    told = {"auroc_mixed": auroc_above(mixed, clean)}
+    if pixels.images.ambiguous is not None:
+        told["auroc_twins"] = auroc(clean, pixels.images.ambiguous[pixels.usable])
+    return told
+
+
+def auroc_above(high: Tensor, low: Tensor) -> float:
+    """P(a value of ``high`` > a value of ``low``), ties counted half."""
+    both = torch.cat([high, low])
+    return auroc(both, torch.arange(len(both)) < len(high))
