@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 
-from idml.calibration.alike import Alike
 from idml.calibration.evidence import Evidence
-from idml.calibration.stored import Calibration, split_queries
+from idml.calibration.stored import Alike, Calibration, split_queries
 
 
 def lists(n, m, seed=0):

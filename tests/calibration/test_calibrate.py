@@ -12,15 +12,13 @@ import torch
 from PIL import Image
 
 from idml import Embeddings
-from idml.calibration import unseen as room
-from idml.calibration.calibrate import ERRORS, FILES, calibrate_run
-from idml.calibration.comparison import compare
+from idml.calibration import open_set as room
+from idml.calibration.calibrate import ERRORS, FILES, calibrate_run, compare
 from idml.calibration.evidence import Profile, gather_evidence
-from idml.calibration.open_set import Pool, draw_unknown
+from idml.calibration.open_set import Pool, draw_unknown, unseen
 from idml.calibration.report import build_page
 from idml.calibration.risk_control import upper_bound
 from idml.calibration.stored import Calibration, split_queries
-from idml.calibration.unseen import unseen
 from idml.data.augment import View
 from idml.data.datasets import hold_out, load_dataset
 from idml.data.pixel_cache import load_pixels

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from idml import Embeddings, IntrospectiveMetric
 from idml.calibration.confidence import RightModel, isotonic, logistic
 from idml.calibration.evidence import Evidence, Profile, evidence_from_lists, first_right, gather_evidence
-from idml.calibration.reliability import drift, expected_calibration_error, reliability
+from idml.calibration.risk_control import drift, expected_calibration_error, reliability
 from idml.calibration.stored import Calibration
 from idml.evaluation import nearest, neighbour_scores
 from idml.evaluation.uncertainty import auroc

@@ -12,7 +12,7 @@ from PIL import Image
 from scipy.stats import binom
 
 from idml import Embeddings
-from idml.calibration.comparison import compare
+from idml.calibration.calibrate import compare
 from idml.calibration.open_set import Pool, draw_unknown
 from idml.calibration.stored import Calibration
 from idml.data.sampling import random_stream

@@ -3,7 +3,7 @@
 import html
 from typing import TYPE_CHECKING, Any
 
-from idml.calibration.comparison import P
+from idml.calibration.calibrate import P
 from idml.html import drawing, page, table
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.calibration.comparison import compare
+from idml.calibration.calibrate import compare
 from idml.calibration.open_set import Pool, Trial, draw_unknown
 from idml.calibration.stored import Calibration
 from idml.data.datasets import load_dataset
