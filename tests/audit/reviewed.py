@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 from PIL import Image
 
-from idml.audit.images import AuditImages
+from idml.audit.findings import AuditImages
 from idml.audit.run import audit_run
 from idml.data.datasets import load_dataset
 

@@ -14,9 +14,8 @@ import torch
 from PIL import Image
 
 from idml.audit import run as auditing
-from idml.audit.cleaned import cleaned, write_cleaned
-from idml.audit.decisions import FILE, Decision, Settled, append, now, read
-from idml.audit.images import AuditImages, checksum
+from idml.audit.decisions import FILE, Decision, Settled, append, cleaned, now, read, write_cleaned
+from idml.audit.findings import AuditImages, checksum
 from idml.audit.report import read_audit
 from idml.audit.run import audit_run
 from idml.data.datasets import load_dataset

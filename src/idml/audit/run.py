@@ -11,11 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from idml.audit.cleaned import write_cleaned
-from idml.audit.decisions import KINDS, Settled, read
+from idml.audit.decisions import KINDS, Settled, read, write_cleaned
 from idml.audit.duplicates import sketch
-from idml.audit.findings import Finding, Found, Subject, find
-from idml.audit.images import AuditImages, checksum
+from idml.audit.findings import AuditImages, Finding, Found, Subject, checksum, find
 from idml.audit.report import CSV, JSON, REPORT, write_audit
 from idml.data.augment import View
 from idml.data.datasets import load_dataset
