@@ -1,4 +1,4 @@
-"""What `idml.memory.keep_memory` saves: a training step with and without it, each in a process of its own.
+"""What `idml.compat.keep_memory` saves: a training step with and without it, each in a process of its own.
 
     python benchmarks/allocator.py [--steps 5] [--json]
 
@@ -21,7 +21,7 @@ def steps(count: int, keep: bool) -> list[tuple[float, int]]:
     """Seconds and page faults of each step."""
     import torch
 
-    from idml.memory import keep_memory
+    from idml.compat import keep_memory
     from idml.model import build_model
     from idml.training.build import set_modes
     from idml.training.config import TrainConfig

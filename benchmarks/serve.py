@@ -27,7 +27,7 @@ from pathlib import Path
 
 CODE = """
 import sys
-from idml.memory import keep_memory
+from idml.compat import keep_memory
 from idml.server.limits import Limits
 from idml.server.running import serve
 keep_memory()

@@ -14,9 +14,9 @@ import time
 
 import torch
 
+from idml.compat import keep_memory
 from idml.data.augment import apply_ambiguity
 from idml.losses import build_loss
-from idml.memory import keep_memory
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model
 from idml.model.bn_folding import fold_frozen_normalisation

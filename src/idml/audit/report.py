@@ -14,7 +14,7 @@ from torch import Tensor
 
 from idml.audit.decisions import KINDS, harmless
 from idml.files import write_whole
-from idml.html import drawing, page, picture, table
+from idml.report_html import drawing, page, picture, table
 
 FORMAT, VERSION = "idml audit", 1
 JSON, CSV, REPORT = "audit.json", "audit.csv", "report.html"

@@ -4,7 +4,7 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from idml.calibration.calibrate import P
-from idml.html import drawing, page, table
+from idml.report_html import drawing, page, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

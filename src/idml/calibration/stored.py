@@ -37,8 +37,8 @@ from idml.calibration.risk_control import (
     reliability,
     set_sizes,
 )
-from idml.evaluation.records import read_record, write_record
 from idml.evaluation.uncertainty import auroc
+from idml.files import read_record, write_record
 
 _KIND, _VERSION = "idml calibration", 3
 # Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (wished

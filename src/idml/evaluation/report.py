@@ -20,7 +20,7 @@ from idml.evaluation.bootstrap import (
 from idml.evaluation.evaluate import MIDDLE, Candidate, Measured, Seen
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty, paired_rise, risk_coverage
-from idml.html import drawing, page, picture, strip, table
+from idml.report_html import drawing, page, picture, strip, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from idml.torchvision_compat import ensure_torchvision
+from idml.compat import ensure_torchvision
 
 SMALL = "conv4"
 PACKAGED = "tf_efficientnet_lite0"

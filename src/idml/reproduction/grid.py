@@ -15,8 +15,8 @@ from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import load_pixels
 from idml.evaluation.evaluate import tells_ambiguous
 from idml.files import write_whole
-from idml.html import page, table
 from idml.model import load_model
+from idml.report_html import page, table
 from idml.training.config import TrainConfig, from_dict
 from idml.training.loop import train
 

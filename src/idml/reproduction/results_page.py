@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idml.files import write_whole
-from idml.html import drawing, page, prose, table
+from idml.report_html import drawing, page, prose, table
 from idml.reproduction import step
 from idml.reproduction.arms import Arms
 from idml.reproduction.claims import Claim, Found, Verdict

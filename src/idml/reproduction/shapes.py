@@ -7,9 +7,9 @@ import torch
 
 from idml.embeddings import Embeddings
 from idml.files import write_whole
-from idml.html import drawing, page, table
 from idml.metric import IntrospectiveMetric
 from idml.probabilistic import gaussian_kl_distances
+from idml.report_html import drawing, page, table
 from idml.reproduction.drawing import new_figure
 from idml.reproduction.grid import write_table
 

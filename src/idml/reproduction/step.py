@@ -22,11 +22,11 @@ from idml.data.sampling import class_batches
 from idml.data.sources import ImageSet
 from idml.embeddings import Embeddings
 from idml.files import write_whole
-from idml.html import drawing, page
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
 from idml.model.feature_cache import CLEAN, features_of
+from idml.report_html import drawing, page
 from idml.reproduction.arms import Arms
 from idml.reproduction.drawing import new_figure
 from idml.reproduction.protocol import official_dataset

@@ -16,8 +16,8 @@ from torch import Tensor
 from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.files import write_whole
-from idml.html import page, strip, table
 from idml.metric import IntrospectiveMetric
+from idml.report_html import page, strip, table
 from idml.training.config import TrainConfig
 
 

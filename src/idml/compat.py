@@ -6,6 +6,7 @@ not exist*. Nothing here or in timm calls those operators, so it is enough that 
 declared, without an implementation, before torchvision is imported. Where the library loads, nothing is done.
 """
 
+import ctypes
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,3 +49,24 @@ def _operators_load() -> bool:
             continue
         return True
     return False
+
+
+# -------------------- memory --------------------
+# Keeping freed memory: large tensors come and go at every step, and handing each back to the system costs time.
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the numbers of mallopt(3)
+
+
+def keep_memory() -> bool:
+    """Ask the C library to keep what this process frees for its next tensors; whether it agreed.
+
+    By default glibc maps every large block anew and unmaps it when it is freed, and the system fills each page with
+    zeros first: a third of the time of a training step on a CPU (`benchmarks/allocator.py`). The price is that the
+    process stays as large as it ever was. Elsewhere than with glibc nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, -1))
