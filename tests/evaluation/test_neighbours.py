@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from idml import Embeddings, IntrospectiveMetric
+from idml.evaluation import distance_bounds as pairs
 from idml.evaluation import knn as neighbours
-from idml.evaluation import pairs, retrieval
+from idml.evaluation import retrieval
 from idml.evaluation.knn import Search, nearest
 
 

@@ -16,7 +16,8 @@ from sklearn.metrics import normalized_mutual_info_score
 from idml import Embeddings, IntrospectiveMetric
 from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import load_pixels
-from idml.evaluation import evaluate_retrieval, pairs, retrieval
+from idml.evaluation import distance_bounds as pairs
+from idml.evaluation import evaluate_retrieval, retrieval
 from idml.evaluation import knn as neighbours
 from idml.evaluation.retrieval import clusters, normalized_mutual_information
 from idml.model import build_model

@@ -212,9 +212,9 @@ def _words(result: dict[str, Any]) -> list[str]:
 # -------------------- comparison --------------------
 # P(right) against every single score and the mixes, each on classes that had no part in its fit.
 #
-# Classes are put into five folds. P (chosen and fitted as ever, on the other four folds), the mix of all scores, the mix
-# without u (‖u‖ and β), and each score alone are judged within each fold; the figures are means over the folds. Intervals
-# are paired: each of 1,000 rounds draws the same classes of every fold for all of them.
+# Classes are put into five folds. P (chosen and fitted as ever, on the other four folds), the mix of all scores, the
+# mix without u (‖u‖ and β), and each score alone are judged within each fold; the figures are means over the folds.
+# Intervals are paired: each of 1,000 rounds draws the same classes of every fold for all of them.
 
 
 P, MIX, MIX_WITHOUT_U = "P(right)", "mix", "mix without u"

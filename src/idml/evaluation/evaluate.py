@@ -18,7 +18,6 @@ from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
 from idml.evaluation.knn import nearest
-from idml.evaluation.report import build_report, figures, verdicts
 from idml.evaluation.retrieval import evaluate_retrieval
 from idml.evaluation.scores import (
     ErrorPredictor,
@@ -117,6 +116,8 @@ def _evaluate(
     note: Note,
 ) -> tuple[dict[str, Any], bytes]:
     """The result, which begins with ``head``, and its page."""
+    from idml.evaluation.report import build_report, figures, verdicts
+
     notes: list[str] = head["notes"]
     for line in notes:
         note(line)
