@@ -29,7 +29,7 @@ CODE = """
 import sys
 from idml.compat import keep_memory
 from idml.server.limits import Limits
-from idml.server.running import serve
+from idml.server.serve import serve
 keep_memory()
 serve(sys.argv[1], port=0, runtime=sys.argv[2], limits=Limits(rate=1e9, burst=10**9))
 """
@@ -52,8 +52,8 @@ def glyphs(number: int) -> list[bytes]:
 def fill(place: Path, pictures: Sequence[bytes]) -> None:
     """Make the gallery."""
     from idml.model import build_model, save_model
-    from idml.search.folder import index_folder
     from idml.search.gallery import Gallery
+    from idml.search.indexing import index_folder
 
     save_model(build_model("conv4", embedding_dim=64, image_size=32), place / "run")
     (place / "images").mkdir()

@@ -308,7 +308,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _index(options: argparse.Namespace) -> int:
-    from idml.search.folder import index_folder
+    from idml.search.indexing import index_folder
 
     with _display("indexing") as display, _made(options) as gallery:
         done = index_folder(gallery, Path(options.images), progress=_counted(display), note=display.note)
@@ -387,7 +387,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from idml.server.running import serve
+    from idml.server.serve import serve
 
     serve(options.place, host=options.host, port=options.port, run=options.run, runtime=options.runtime, note=_say)
     return 0

@@ -19,8 +19,8 @@ from idml.files import write_whole
 from idml.model import load_model
 from idml.report_html import page, table
 from idml.search.answers import State, Wishes
-from idml.search.folder import index_folder
 from idml.search.gallery import Gallery, Reply, open_or_create
+from idml.search.indexing import index_folder
 from idml.training.config import TrainConfig
 from idml.training.loop import train
 

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idml import Embeddings
-from idml.calibration.calibrate import MIX, MIX_WITHOUT_U, P, compare, verdict
+from idml.calibration.calibrate import MIX, MIX_WITHOUT_U, compare, verdict
 from idml.calibration.confidence import RightModel, _folds
 from idml.calibration.evidence import first_right, gather_evidence
 from idml.calibration.open_set import Pool, Trial, draw_unknown
+from idml.calibration.report import P
 from idml.evaluation import auroc, evaluate_uncertainty
 
 

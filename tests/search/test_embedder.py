@@ -16,7 +16,8 @@ from idml.data.pixel_cache import load_pixels
 from idml.model import build_model, fingerprint, load_model, save_model
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.feature_cache import embed_view
-from idml.search.embedder import PRETRAINED, fingerprint_of, open_embedder, prepared
+from idml.model.model import PRETRAINED, fingerprint_of
+from idml.search.embedder import open_embedder, prepared
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_bad_input_is_one_line(run, tmp_path):
 
 
 def test_heavy_libraries_wait():
-    code = "import sys, idml.search.gallery, idml.search.folder, idml.search.map; print(' '.join(sys.modules))"
+    code = "import sys, idml.search.gallery, idml.search.indexing, idml.search.tsne_map; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     for heavy in ("timm", "torchvision", "onnxruntime", "pymilvus", "openTSNE", "scipy", "fastapi", "matplotlib"):
         assert heavy not in loaded

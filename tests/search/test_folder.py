@@ -16,10 +16,9 @@ from made import child, state
 from made_images import encoded, picture, save_run, write_picture
 from PIL import Image
 
-import idml.search.adding
-import idml.search.folder
-from idml.search.folder import Indexed, index_folder
+import idml.search.indexing
 from idml.search.gallery import Gallery, Upload, open_or_create
+from idml.search.indexing import Indexed, index_folder
 
 KILLS = int(os.environ.get("IDML_KILLS", "2"))
 
@@ -165,7 +164,7 @@ def test_what_is_no_image_is_named_and_left_out(gallery, photos, monkeypatch):
     assert lines[2].startswith(r"cannot read the image 'cut\n<b>.png': ")
     assert lines[3] == "cannot read the image 'large.png': it is larger than 1,073,741,824 bytes"
     assert all("\n" not in line for line in lines)
-    monkeypatch.setattr(idml.search.folder, "_NAMED", 2)
+    monkeypatch.setattr(idml.search.indexing, "_NAMED", 2)
     lines.clear()
     assert astuple(index_folder(gallery, photos, note=lines.append)) == (0, 0, 8, 0, 4)
     assert lines[2:] == ["… 2 more images cannot be read"]
@@ -249,13 +248,13 @@ def test_a_folder_that_vanished(gallery, photos, tmp_path, monkeypatch):
         index_folder(gallery, photos)
     photos.rmdir()
     shutil.move(tmp_path / "away", photos)
-    real = idml.search.folder._Work.take
+    real = idml.search.indexing._Work.take
 
     def gone(work, names):
         shutil.move(photos, tmp_path / "away")
         real(work, names)
 
-    monkeypatch.setattr(idml.search.folder._Work, "take", gone)
+    monkeypatch.setattr(idml.search.indexing._Work, "take", gone)
     with pytest.raises(FileNotFoundError, match="is gone; what was read is kept, nothing was removed"):
         index_folder(gallery, photos)
     assert len(gallery) == 8
@@ -263,13 +262,13 @@ def test_a_folder_that_vanished(gallery, photos, tmp_path, monkeypatch):
 
 def test_files_that_vanish_meanwhile(gallery, photos, monkeypatch):
     index_folder(gallery, photos)
-    real = idml.search.folder._Work.take
+    real = idml.search.indexing._Work.take
 
     def take(work, names):
         (photos / "top.png").unlink()
         real(work, names)
 
-    monkeypatch.setattr(idml.search.folder._Work, "take", take)
+    monkeypatch.setattr(idml.search.indexing._Work, "take", take)
     assert astuple(index_folder(gallery, photos)) == (0, 0, 7, 1, 0)
 
 
@@ -304,7 +303,7 @@ def test_large_images_do_not_add_up(gallery, tmp_path, monkeypatch):
     """Images are embedded as soon as many pixels wait, and still acknowledged 64 at a time."""
     for n in range(70):
         write_picture(tmp_path / "many" / f"{n:02}.png", n % 5, n)
-    monkeypatch.setattr(idml.search.adding, "_PIXELS", 10 * 40 * 30)
+    monkeypatch.setattr(idml.search.indexing, "_PIXELS", 10 * 40 * 30)
     sizes, acknowledged, embed, add = [], [], gallery.embedder.embed, gallery.engine.add
     monkeypatch.setattr(gallery.embedder, "embed", lambda images: sizes.append(len(images)) or embed(images))
     monkeypatch.setattr(

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_images import DIMENSIONS, as_items, cloud, encoded, picture
 
-import idml.search.replies
+import idml.search.results
 from idml import Embeddings
 from idml.calibration.evidence import Profile, gather_evidence
 from idml.search.answers import State, Wishes, answer
 from idml.search.engines import Item
 from idml.search.gallery import Upload
-from idml.search.replies import Known, collapse
+from idml.search.results import Known, collapse
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 
@@ -58,7 +58,7 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
     gallery, stored, labels, queries, _ = shop
     queries = queries[:12]
     seen = []
-    monkeypatch.setattr(idml.search.replies, "answer", lambda *a, **b: seen.append((a, b)) or answer(*a, **b))
+    monkeypatch.setattr(idml.search.results, "answer", lambda *a, **b: seen.append((a, b)) or answer(*a, **b))
     replies = gallery.reply(queries, k)
     (evidence, calibration, wishes), options = seen[0]
     for n, scores in enumerate(loops(queries, stored, labels.tolist())):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from made_images import DIMENSIONS, as_items, cloud, save_run
 
-import idml.search.map
+import idml.search.tsne_map
 from idml import Embeddings
 from idml.search.gallery import Gallery
-from idml.search.map import gallery_map
+from idml.search.tsne_map import gallery_map
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 
@@ -29,8 +29,8 @@ def gallery(run, tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """How often a map was drawn."""
-    calls, draw = [], idml.search.map._draw
-    monkeypatch.setattr(idml.search.map, "_draw", lambda units: calls.append(len(units)) or draw(units))
+    calls, draw = [], idml.search.tsne_map._draw
+    monkeypatch.setattr(idml.search.tsne_map, "_draw", lambda units: calls.append(len(units)) or draw(units))
     return calls
 
 
@@ -108,7 +108,7 @@ def test_a_place_where_nothing_can_be_written(gallery, monkeypatch, drawn):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(idml.search.map, "write_whole", full)
+    monkeypatch.setattr(idml.search.tsne_map, "write_whole", full)
     assert len(gallery_map(gallery)) == len(gallery_map(gallery)) == 5
     assert drawn == [5, 5]
 

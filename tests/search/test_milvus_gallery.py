@@ -9,9 +9,9 @@ from milvus_server import milvus  # noqa: F401 (a fixture)
 
 from idml.search.engines import Added
 from idml.search.engines.milvus_place import Connection
-from idml.search.folder import index_folder
 from idml.search.gallery import Gallery, Upload, open_or_create
-from idml.search.map import gallery_map
+from idml.search.indexing import index_folder
+from idml.search.tsne_map import gallery_map
 
 
 def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):  # noqa: F811 (the fixture)

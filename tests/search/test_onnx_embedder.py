@@ -13,12 +13,11 @@ from PIL import Image
 from idml import Embeddings
 from idml.model import onnx as export
 from idml.model.backbones import build_trunk
-from idml.model.model import FILE, ModelConfig, build_model, fingerprint, save_model
+from idml.model.model import FILE, ModelConfig, build_model, fingerprint, fingerprint_of, save_model
 from idml.model.onnx import export_onnx
-from idml.search import onnx_embedder
-from idml.search.embedder import fingerprint_of, open_embedder, prepared
+from idml.search import embedder as onnx_embedder
+from idml.search.embedder import ONNX_BATCH, OnnxEmbedder, open_embedder, prepared
 from idml.search.gallery import Gallery
-from idml.search.onnx_embedder import ONNX_BATCH, OnnxEmbedder
 
 ONNX = "model.onnx"
 VARIANTS = [{}, {"in_chans": 1, "uncertainty": "gaussian"}]

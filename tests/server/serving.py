@@ -9,9 +9,8 @@ from PIL import Image
 
 from idml.search.gallery import Gallery, Upload
 from idml.server.app import build_app
-from idml.server.guard import LOCAL
-from idml.server.keys import Keys
 from idml.server.limits import Limits
+from idml.server.security import LOCAL, Keys
 
 LABELS = ("red", "green", "blue", "grey")
 

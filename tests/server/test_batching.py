@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from idml.search.answers import Wishes
-from idml.server.batching import Batcher
-from idml.server.replies import Refusal
+from idml.server.responses import Refusal
+from idml.server.service import Batcher
 
 WISHES = Wishes()
 

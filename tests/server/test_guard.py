@@ -6,8 +6,8 @@ import pytest
 from serving import client_of, picture, said, search
 
 from idml.search.gallery import Upload
-from idml.server.keys import Keys
 from idml.server.limits import Limits
+from idml.server.security import Keys
 
 FULL, READ = "full-key", "read-key"
 ID = "0" * 32
@@ -214,7 +214,7 @@ def test_unforeseen_errors_tell_nothing(gallery, monkeypatch, caplog, call):
 
 
 def test_a_file_that_shrinks_while_it_is_sent(gallery, monkeypatch):
-    from idml.server import page
+    from idml.server import responses as page
 
     large = Upload(picture(1, size=(300, 300), format="BMP"))  # more than is read to look at it
     gallery.add([large])

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from serving import client_of, picture, said, search
 
-from idml.search.folder import index_folder
 from idml.search.gallery import Gallery
+from idml.search.indexing import index_folder
 from idml.server import service
 from idml.server.limits import Limits
 
@@ -323,7 +323,7 @@ def test_a_link_out_of_an_indexed_folder_is_not_served(tmp_path, tiny_run):
 
 def test_a_link_put_there_at_the_last_moment_is_not_followed(tmp_path):
     from idml.server.page import open_picture
-    from idml.server.replies import Refusal
+    from idml.server.responses import Refusal
 
     (tmp_path / "secret.png").write_bytes(picture(1))
     (tmp_path / "link.png").symlink_to(tmp_path / "secret.png")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idml.server import keys as module
-from idml.server.keys import Keys, Role, is_loopback, needed
+from idml.server import security as module
+from idml.server.security import Keys, Role, is_loopback, needed
 
 FULL, READ = "full-key-1", "read-key-2"
 

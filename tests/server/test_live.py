@@ -16,16 +16,16 @@ import pytest
 from serving import made_gallery, picture
 
 from idml.search.gallery import Gallery, Upload
-from idml.server import running
+from idml.server import serve as running
 from idml.server.limits import Limits
-from idml.server.running import serve
+from idml.server.serve import serve
 from serve import Load, memory, processor_seconds
 
 CODE = """
 import json, sys, time
 from idml.search.gallery import Gallery
 from idml.server.limits import Limits
-from idml.server.running import serve
+from idml.server.serve import serve
 
 place, limits, slow = json.loads(sys.argv[1])
 if slow:

@@ -21,12 +21,11 @@ from idml.calibration.stored import Calibration
 from idml.data.images import decode_image
 from idml.model import fingerprint
 from idml.search.answers import Wishes
-from idml.server import shapes
+from idml.server import schemas as shapes
 from idml.server.app import build_app
-from idml.server.connection import connection
-from idml.server.guard import LOCAL
-from idml.server.keys import Keys
 from idml.server.limits import Limits
+from idml.server.security import LOCAL, Keys
+from idml.server.serve import connection
 
 pytest_plugins = ["browsing"]
 

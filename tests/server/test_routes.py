@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from serving import LABELS, client_of, fill, identity, picture, said, search
 
-import idml.search.map
+import idml.search.tsne_map
 from idml.search.gallery import Gallery
-from idml.search.map import Point
-from idml.server.keys import Keys
+from idml.search.tsne_map import Point
 from idml.server.limits import Limits
+from idml.server.security import Keys
 
 
 def test_health(shared):
@@ -43,7 +43,7 @@ def test_map(client, monkeypatch):
         made.append(time.sleep(0.2))
         return [Point(item.id, n / 12, float("nan"), item.label, 0.5) for n, item in enumerate(gallery.items())]
 
-    monkeypatch.setattr(idml.search.map, "gallery_map", draw)
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", draw)
     with ThreadPoolExecutor(4) as threads:
         contents = list(threads.map(lambda _: client.get("/api/map").json(), range(4)))
     assert all(content == contents[0] for content in contents)
@@ -59,9 +59,9 @@ def test_map(client, monkeypatch):
 
 
 def test_a_map_that_failed_is_tried_again(client, monkeypatch):
-    monkeypatch.setattr(idml.search.map, "gallery_map", lambda gallery: 1 / 0)
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: 1 / 0)
     assert client.get("/api/map").status_code == 500
-    monkeypatch.setattr(idml.search.map, "gallery_map", lambda gallery: [])
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: [])
     assert client.get("/api/map").json() == {"points": []}
 
 

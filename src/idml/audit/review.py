@@ -72,7 +72,7 @@ def review_app(folder: str | Path, data: str, *, split: str = "official") -> "Fa
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from idml.server.replies import Json, Refusal
+    from idml.server.responses import Json, Refusal
 
     review = Review(Path(folder), data, split)
 
@@ -195,7 +195,7 @@ def _stranger(request: "Request") -> str | None:
 
 async def _body(request: "Request") -> dict[str, Any]:
     """The JSON object that was sent. A form, which another site's page could send, is none."""
-    from idml.server.replies import Refusal
+    from idml.server.responses import Refusal
 
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal(415, "send application/json")

@@ -11,7 +11,7 @@ from torch import Tensor
 from idml.calibration.confidence import RightModel, _folds, _matrix, _out_of_fold
 from idml.calibration.evidence import WITHOUT_LABELS, Profile
 from idml.calibration.open_set import Pool, Trial, draw_unknown, unseen
-from idml.calibration.report import build_page
+from idml.calibration.report import P, build_page
 from idml.calibration.stored import Calibration, split_queries
 from idml.data.sampling import random_stream
 from idml.evaluation.bootstrap import Rounds, draw_classes, interval, resampled_auroc, resampled_uncertainty
@@ -217,7 +217,7 @@ def _words(result: dict[str, Any]) -> list[str]:
 # Intervals are paired: each of 1,000 rounds draws the same classes of every fold for all of them.
 
 
-P, MIX, MIX_WITHOUT_U = "P(right)", "mix", "mix without u"
+MIX, MIX_WITHOUT_U = "mix", "mix without u"
 _PENALTY = 1e-2  # of the two mixes; P chooses its own
 
 

@@ -3,11 +3,12 @@
 import html
 from typing import TYPE_CHECKING, Any
 
-from idml.calibration.calibrate import P
 from idml.report_html import drawing, page, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+P = "P(right)"
 
 _TITLES = {"labelled": "Galleries with labels", "unlabelled": "Galleries without labels"}
 _PROMISED = (

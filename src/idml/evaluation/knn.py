@@ -1,9 +1,9 @@
 """Exact nearest neighbours from matrix products, without ever holding all pairs.
 
 For a chunk of queries one product gives a lower bound of every key (see `idml.evaluation.distance_bounds`). The k and a
-few more with the lowest bounds are measured exactly. If the k-th of these is below every bound that was left out, no other image
-can be among the k; if not (near ties, duplicates), all images whose bound is below it are measured. So the answer never
-depends on the product's rounding.
+few more with the lowest bounds are measured exactly. If the k-th of these is below every bound that was left out, no
+other image can be among the k; if not (near ties, duplicates), all images whose bound is below it are measured. So
+the answer never depends on the product's rounding.
 
 Order: by distance, then by the smaller gallery index. Distances whose squares (for the introspective metric: α² and
 β²) agree to 2⁻⁴⁰ count as equal.

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,11 @@ from torch.nn.functional import dropout
 
 from idml.embeddings import Embeddings, full_precision
 from idml.files import write_whole
-from idml.model.backbones import PACKAGED, Stages, build_trunk
+from idml.model.backbones import PACKAGED, Stages, Trunk, build_trunk
 from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
 
 FILE = "model.safetensors"
+PRETRAINED = "pretrained"
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,26 @@ def fingerprint(path: str | Path) -> str:
         raise _absent(file)
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+def fingerprint_of(run: str | Path) -> str:
+    """The fingerprint that the embedder of ``run`` has."""
+    return pretrained_trunk()[1] if str(run) == PRETRAINED else fingerprint(run)
+
+
+@lru_cache(maxsize=1)
+def pretrained_trunk() -> tuple[Trunk, str]:
+    """The trunk, and a hash of its name and weights."""
+    trunk = build_trunk(PACKAGED, pretrained=True).eval()
+    digest = hashlib.sha256(PACKAGED.encode())
+    for name, tensor in trunk.state_dict().items():
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return trunk.to(best_device()), digest.hexdigest()[:16]
+
+
+def best_device() -> str:
+    """The GPU where there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _absent(path: Path) -> FileNotFoundError:

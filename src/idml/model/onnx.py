@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 import idml
 from idml.files import write_whole
-from idml.model import ModelConfig, load_model
 from idml.model.backbones import PACKAGED, build_trunk
-from idml.search.embedder import PRETRAINED, fingerprint_of
+from idml.model.model import PRETRAINED, ModelConfig, fingerprint_of, load_model
 
 FORMAT = "1"  # goes up when an exported file comes to mean something else: older ones are then made again
 OPSET = 18

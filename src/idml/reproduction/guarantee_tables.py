@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from idml.calibration.calibrate import P
+from idml.calibration.report import P
 from idml.calibration.risk_control import clopper_pearson
 from idml.reproduction.grid import write_table
 

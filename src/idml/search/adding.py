@@ -9,7 +9,12 @@ from PIL import Image
 from idml.embeddings import Embeddings
 from idml.search.embedder import BATCH, Embedder
 from idml.search.engines import DamagedGallery, Engine
-from idml.search.thumbnails import Upload, thumbnail
+from idml.search.gallery_folder import Upload, thumbnail
+
+_TOGETHER = 64
+_LARGEST = 1 << 30  # bytes of a file; more is no image
+_NAMED = 20  # broken images that are named one by one
+
 
 _PIXELS = 16_000_000  # decoded at a time, and one image more: what is large does not add up in memory
 

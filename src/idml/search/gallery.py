@@ -15,13 +15,12 @@ from idml.calibration.risk_control import Promise
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
 from idml.search.answers import Answer, State, Wishes
-from idml.search.carried import MODEL, Calibrations, carried, carry, carry_later
 from idml.search.embedder import Embedder, Runtime, open_embedder
 from idml.search.engines import Added, Engine, Properties
+from idml.search.gallery_folder import MODEL, Calibrations, Upload, carried, carry, carry_later
 from idml.search.opening import Place, create_engine, is_made, is_milvus, open_engine
-from idml.search.replies import Reply, Result, Setting, Vanished, reply
+from idml.search.results import Reply, Result, Setting, Vanished, reply
 from idml.search.shelf import Shelf
-from idml.search.thumbnails import Upload
 
 __all__ = ["Added", "Gallery", "Reply", "Result", "Status", "Upload", "open_engine", "open_or_create"]
 

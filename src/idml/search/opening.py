@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from idml.search.embedder import fingerprint_of
+from idml.model.model import fingerprint_of
 from idml.search.engines import Engine, Properties
 from idml.search.engines.embedded import EmbeddedEngine
 from idml.search.engines.generations import CURRENT

@@ -11,9 +11,8 @@ from idml.search.adding import embed_uploads, undamaged
 from idml.search.census import Census
 from idml.search.embedder import Embedder
 from idml.search.engines import Added, Engine, Item
+from idml.search.gallery_folder import UPLOADS, Roots, Upload
 from idml.search.opening import Place, is_milvus
-from idml.search.roots import UPLOADS, Roots
-from idml.search.thumbnails import Upload
 
 
 class Shelf:

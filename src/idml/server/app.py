@@ -16,20 +16,19 @@ from starlette.responses import Response
 
 import idml
 from idml.search.answers import Wishes
-from idml.server.guard import Guard
-from idml.server.keys import Keys, Role
 from idml.server.limits import Limits
-from idml.server.listing import Order
 from idml.server.metrics import CONTENT_TYPE, Metrics
 from idml.server.page import Files, open_picture, picture_headers
-from idml.server.replies import Json, Refusal, text
-from idml.server.service import Service
-from idml.server.shapes import About, Answered, Error, Health, Kept, Map, Page, Shown
+from idml.server.responses import Json, Refusal, text
+from idml.server.schemas import About, Answered, Error, Health, Kept, Map, Page, Shown
+from idml.server.security import Guard, Keys, Role
+from idml.server.service import Order, Service
 from idml.server.uploads import clean_label, look, read_form
 
 if TYPE_CHECKING:
     from idml.search.engines import Item
     from idml.search.gallery import Gallery
+
 
 _LABEL_BODY = 5000  # bytes
 

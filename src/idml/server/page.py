@@ -9,7 +9,7 @@ from typing import BinaryIO
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from idml.server.replies import Refusal
+from idml.server.responses import Refusal
 from idml.server.uploads import Head, look
 
 FOLDER = Path(__file__).parent / "static"

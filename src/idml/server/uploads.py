@@ -14,8 +14,8 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from idml.data.images import FORMATS, MAX_PIXELS, decode_image
-from idml.search.thumbnails import EXTENSIONS
-from idml.server.replies import Refusal
+from idml.search.gallery_folder import EXTENSIONS
+from idml.server.responses import Refusal
 
 _FIELD = 2000  # bytes of a field that is no image
 

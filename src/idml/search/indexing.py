@@ -16,7 +16,7 @@ from idml.data.layouts import EXTENSIONS
 from idml.search.adding import embed_uploads, undamaged
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
-from idml.search.thumbnails import Upload
+from idml.search.gallery_folder import Upload
 
 _TOGETHER = 64
 _LARGEST = 1 << 30  # bytes of a file; more is no image

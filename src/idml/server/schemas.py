@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel
 
-from idml.server.replies import number, text
+from idml.server.responses import number, text
 
 if TYPE_CHECKING:
     from idml.calibration.risk_control import Promise
     from idml.search.engines import Item
     from idml.search.gallery import Gallery, Reply
     from idml.search.gallery import Result as Found
-    from idml.search.map import Point
+    from idml.search.tsne_map import Point
 
 
 class Error(BaseModel):
