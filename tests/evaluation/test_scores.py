@@ -14,9 +14,9 @@ from idml.evaluation import (
     QUERY_ONLY,
     evaluate_retrieval,
     neighbour_scores,
-    neighbours,
     scores,
 )
+from idml.evaluation import knn as neighbours
 from idml.evaluation.scores import ensemble_disagreement, inverse_norm, random_norm, sigma
 
 SEARCHED = GALLERY_AWARE[:-1]

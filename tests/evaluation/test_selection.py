@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from idml.embeddings import Embeddings
+from idml.evaluation import distance_bounds as products
 from idml.evaluation import evaluate_retrieval
-from idml.evaluation import knn as products
-from idml.evaluation.knn import Search, _by_groups, add_product, in_parts, lowest
+from idml.evaluation.distance_bounds import add_product, in_parts
+from idml.evaluation.knn import Search, _by_groups, lowest
 from idml.metric import IntrospectiveMetric
 
 

@@ -26,8 +26,8 @@ from idml.evaluation import (
     evaluate_uncertainty,
     neighbour_scores,
     paired_rise,
-    whole,
 )
+from idml.evaluation import evaluate as whole
 from idml.evaluation.evaluate import MIDDLE, disjoint, evaluate_run
 from idml.model import Model, load_model, save_model
 from idml.training.config import TrainConfig
