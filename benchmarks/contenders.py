@@ -56,9 +56,9 @@ def introspective(x: Tensor, u: Tensor, labels: Tensor) -> Figures:
 
 
 def nmi(x: Tensor, u: Tensor, labels: Tensor) -> Figures:
-    from idml.evaluation.retrieval import clusters, normalized_mutual_information
+    from idml.evaluation.retrieval import cluster_rows, normalized_mutual_information
 
-    return {"nmi": normalized_mutual_information(labels, clusters(x, len(labels.unique())))}
+    return {"nmi": normalized_mutual_information(labels, cluster_rows(x, len(labels.unique())))}
 
 
 def pml(x: Tensor, labels: Tensor, custom: bool) -> Figures:

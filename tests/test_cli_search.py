@@ -10,7 +10,7 @@ from PIL import Image
 
 from idml import cli
 from idml.calibration.evidence import Profile
-from idml.calibration.open_set import Pool
+from idml.calibration.open_set import QueryPool
 from idml.calibration.stored import Calibration
 from idml.model import build_model, fingerprint, save_model
 from idml.search.embedder import open_embedder
@@ -33,8 +33,8 @@ def place(tmp_path_factory):
             images.append(Image.fromarray(pixels))
             images[-1].save(folder / "photos" / f"c{c:02d}" / f"{n}.png")
     labels = torch.arange(CLASSES).repeat_interleave(EACH)
-    pool = Pool(open_embedder(folder / "run").embed(images), labels)
-    trial = pool.without(torch.tensor([0, 1]), listed=50)
+    pool = QueryPool(open_embedder(folder / "run").embed(images), labels)
+    trial = pool.search_without(torch.tensor([0, 1]), listed=50)
     for kind, name in ((True, "calibration.json"), (False, "calibration-unlabelled.json")):
         Calibration.fit(
             trial.evidence,
@@ -42,7 +42,7 @@ def place(tmp_path_factory):
             labelled=kind,
             known=trial.known,
             places=trial.places,
-            listed=(trial.distances, trial.alike),
+            listed=(trial.distances, trial.same_class),
             profile=Profile.of(pool.gallery),
             model=fingerprint(folder / "run"),
         ).save(folder / "run" / name)

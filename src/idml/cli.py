@@ -362,13 +362,13 @@ def _gallery(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace) -> int:
     from idml.data.images import read_image
-    from idml.search.answers import Wishes
+    from idml.search.answers import RiskTargets
     from idml.search.gallery import Gallery
 
-    wishes = Wishes(max_error=options.max_error, max_missed=options.max_missed)
+    targets = RiskTargets(max_error=options.max_error, max_missed=options.max_missed)
     images = [read_image(path) for path in options.images]
     with Gallery.open(options.place, run=options.run, runtime=options.runtime) as gallery:
-        replies = gallery.search(images, options.k, wishes)
+        replies = gallery.search(images, options.k, targets)
     found, lines = [], []
     for path, reply in zip(options.images, replies, strict=True):
         found.append({"image": path, **asdict(reply.answer), "level": reply.level, "notes": list(reply.notes)})

@@ -14,11 +14,11 @@ from idml.data.glyphs import load_glyphs
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import ImageSet
-from idml.evaluation.evaluate import tells_ambiguous
+from idml.evaluation.evaluate import measure_ambiguity
 from idml.files import write_whole
 from idml.model import load_model
 from idml.report_html import page, table
-from idml.search.answers import State, Wishes
+from idml.search.answers import RiskTargets, State
 from idml.search.gallery import Gallery, Reply, open_or_create
 from idml.search.indexing import index_folder
 from idml.training.config import TrainConfig
@@ -70,7 +70,7 @@ def _uncertainty(run: Path) -> dict[str, float]:
     """Whether ‖u‖ is larger for mixed images, and for images with an identical twin in another class."""
     model = load_model(run)
     pixels = load_pixels(load_glyphs().test, round(model.trunk.image_size * 256 / 224))
-    told = tells_ambiguous(model, pixels)
+    told = measure_ambiguity(model, pixels)
     return {
         "mixed images above clean ones": told["auroc_mixed"],
         "images with a twin above the rest": told["auroc_twins"],
@@ -169,7 +169,7 @@ def _write(images: ImageSet, numbers: Tensor, folder: Path) -> None:
 def _ask(gallery: Gallery, images: ImageSet, numbers: Tensor, folder: str) -> list[tuple[str, Reply]]:
     """The file and the reply of each query."""
     queries = [images.sources[number].decode() for number in numbers.tolist()]
-    replies = gallery.search(queries, 5, Wishes(max_error=MAX_ERROR))
+    replies = gallery.search(queries, 5, RiskTargets(max_error=MAX_ERROR))
     return [(f"{folder}/{_file(images, n)}", reply) for n, reply in zip(numbers.tolist(), replies, strict=True)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 
 from idml.calibration.evidence import Evidence
-from idml.calibration.stored import Alike, Calibration, split_queries
+from idml.calibration.stored import Calibration, MatchCurve, split_queries
 
 
 def lists(n, m, seed=0):
@@ -25,7 +25,7 @@ def lists(n, m, seed=0):
 
 def test_between_the_ends_it_is_isotonic_regression():
     distances, alike = lists(400, 10)
-    curve = Alike.fit(distances, alike)
+    curve = MatchCurve.fit(distances, alike)
     seen = distances != torch.inf
     oracle = IsotonicRegression(increasing=False).fit(distances[seen].double().numpy(), alike[seen].numpy())
     at = torch.tensor(curve.knots, dtype=torch.float64)[1:-1]  # a knot is the mean of its step
@@ -35,14 +35,14 @@ def test_between_the_ends_it_is_isotonic_regression():
 
 
 def test_a_few_results_never_make_certainty():
-    curve = Alike.fit(torch.tensor([[0.1, 0.2, 0.3, 0.8, 0.9]]), torch.tensor([[True, True, True, False, False]]))
+    curve = MatchCurve.fit(torch.tensor([[0.1, 0.2, 0.3, 0.8, 0.9]]), torch.tensor([[True, True, True, False, False]]))
     assert curve.probability(torch.tensor([0.0, 1.9])).tolist() == [4 / 5, 1 / 4]
     distances = torch.cat([torch.full((1, 1), 0.01), torch.full((1, 999), 0.5)], dim=1)
     mostly = torch.arange(1000) % 50 != 7
     mostly[0] = True
-    near, far = Alike.fit(distances, mostly[None]).probability(torch.tensor([0.01, 0.5])).tolist()
+    near, far = MatchCurve.fit(distances, mostly[None]).probability(torch.tensor([0.01, 0.5])).tolist()
     assert near == far == pytest.approx(979 / 999)  # one right result at hand is no better than 979 of 999
-    certain = Alike.fit(torch.rand(1, 8), torch.ones(1, 8, dtype=torch.bool))
+    certain = MatchCurve.fit(torch.rand(1, 8), torch.ones(1, 8, dtype=torch.bool))
     assert certain.probability(torch.tensor(0.5)).item() == pytest.approx(0.9)
 
 
@@ -50,7 +50,7 @@ def test_a_few_results_never_make_certainty():
 def test_it_falls_and_stays_within_bounds(sample):
     distances = torch.tensor([[d / 8 for d, _ in sample]])
     alike = torch.tensor([[same for _, same in sample]])
-    curve = Alike.fit(distances, alike)
+    curve = MatchCurve.fit(distances, alike)
     p = curve.probability(torch.linspace(-1, 3, 101).view(1, 101))
     assert p.shape == (1, 101)
     assert bool((p.diff() <= 0).all())
@@ -60,13 +60,13 @@ def test_it_falls_and_stays_within_bounds(sample):
 
 def test_bad_lists():
     with pytest.raises(ValueError, match="empty"):
-        Alike.fit(torch.full((2, 3), torch.inf), torch.zeros(2, 3, dtype=torch.bool))
+        MatchCurve.fit(torch.full((2, 3), torch.inf), torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="no numbers"):
-        Alike.fit(torch.tensor([[0.1, math.nan]]), torch.zeros(1, 2, dtype=torch.bool))
+        MatchCurve.fit(torch.tensor([[0.1, math.nan]]), torch.zeros(1, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="bool mask"):
-        Alike.fit(torch.rand(2, 3), torch.zeros(2, 3))
+        MatchCurve.fit(torch.rand(2, 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match="1 of 2 distances are NaN"):
-        Alike((0.0,), (0.5,)).probability(torch.tensor([0.1, math.nan]))
+        MatchCurve((0.0,), (0.5,)).probability(torch.tensor([0.1, math.nan]))
     for knots, shares in (
         ((), ()),
         ((0.0, 1.0), (0.5,)),
@@ -75,7 +75,7 @@ def test_bad_lists():
         ((0.0,), (2.0,)),
     ):
         with pytest.raises(ValueError, match="does not fall"):
-            Alike(knots, shares)
+            MatchCurve(knots, shares)
 
 
 def fitted(seed=0, **options):
@@ -91,13 +91,13 @@ def fitted(seed=0, **options):
 def test_a_calibration_fits_it_to_its_fitting_half_and_keeps_it(tmp_path):
     found, (distances, alike) = fitted(seed=3)
     _, used = split_queries(300, seed=3)
-    assert found.alike == Alike.fit(distances[used], alike[used])
+    assert found.match_curve == MatchCurve.fit(distances[used], alike[used])
     at = torch.rand(3, 4, 2)
-    assert torch.equal(found.pair_probability(at), found.alike.probability(at))
+    assert torch.equal(found.match_probability(at), found.match_curve.probability(at))
     found.save(tmp_path / "c.json")
     loaded = Calibration.load(tmp_path / "c.json")
     assert loaded == found
-    assert torch.equal(loaded.pair_probability(at), found.pair_probability(at))
+    assert torch.equal(loaded.match_probability(at), found.match_probability(at))
 
 
 def test_a_calibration_without_it_says_so_and_older_files_are_refused(tmp_path):
@@ -105,10 +105,10 @@ def test_a_calibration_without_it_says_so_and_older_files_are_refused(tmp_path):
     evidence = Evidence(*(torch.rand(20) for _ in range(5)))
     plain = Calibration.fit(evidence, torch.rand(20) > 0.5, labelled=False)
     with pytest.raises(ValueError, match="knows nothing about single results"):
-        plain.pair_probability(torch.rand(3))
+        plain.match_probability(torch.rand(3))
     found.save(tmp_path / "c.json")
     whole = json.loads((tmp_path / "c.json").read_text())
-    assert whole["version"] == 3
+    assert whole["version"] == 4
     (tmp_path / "c.json").write_text(json.dumps({**whole, "version": 1}))
     with pytest.raises(ValueError, match=r"c\.json has version 1"):
         Calibration.load(tmp_path / "c.json")

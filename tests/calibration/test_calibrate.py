@@ -13,11 +13,11 @@ from PIL import Image
 
 from idml import Embeddings
 from idml.calibration import open_set as room
-from idml.calibration.calibrate import ERRORS, FILES, calibrate_run, compare
+from idml.calibration.calibrate import FILES, calibrate_run, compare
 from idml.calibration.evidence import Profile, gather_evidence
-from idml.calibration.open_set import Pool, draw_unknown, unseen
+from idml.calibration.open_set import QueryPool, draw_unknown, load_unseen
 from idml.calibration.report import build_page
-from idml.calibration.risk_control import upper_bound
+from idml.calibration.risk_control import ERROR_RATES, upper_bound
 from idml.calibration.stored import Calibration, split_queries
 from idml.data.augment import View
 from idml.data.datasets import hold_out, load_dataset
@@ -111,10 +111,10 @@ def test_what_is_stored_equals_a_fit_by_hand(result, runs, embedded, asked, kind
     assert stored.profile.size == profile.size == len(rows) == result["gallery"]
     assert stored.profile.nearest == pytest.approx(profile.nearest, abs=1e-6)
     by_hand = Calibration.fit(evidence, correct, labelled=stored.labelled, groups=labels, known=known)
-    assert stored.right.name == by_hand.right.name == result[kind]["chosen"]
+    assert stored.confidence_model.name == by_hand.confidence_model.name == result[kind]["chosen"]
     torch.testing.assert_close(stored.probability(evidence), by_hand.probability(evidence), rtol=0, atol=1e-5)
     torch.testing.assert_close(stored.novelty(evidence), by_hand.novelty(evidence), rtol=0, atol=1e-5)
-    assert stored.pair_probability(torch.tensor([0.0, 2.0])).diff() < 0
+    assert stored.match_probability(torch.tensor([0.0, 2.0])).diff() < 0
     assert stored.sets is not None
     assert (result["queries"], result["right"]) == (len(e), int(correct.sum()))
     assert result["unknown_queries"] == int((~known).sum())
@@ -138,7 +138,7 @@ def test_promises_count_the_queries_that_fitted_nothing(result, runs, asked, kin
             assert upper_bound(promise["wrong"], promise["answered"], 0.1) <= promise["max_error"]
         else:
             assert "cannot promise" in promise["reason"]
-    assert [p["max_error"] for p in result[kind]["promises"]] == list(ERRORS)
+    assert [p["max_error"] for p in result[kind]["promises"]] == list(ERROR_RATES)
     assert result[kind]["promises"][-1]["possible"]
     coverage = [c for _, c in result[kind]["curve"]]
     assert coverage == sorted(coverage)
@@ -217,7 +217,7 @@ def test_a_run_on_all_classes_is_calibrated_on_those_it_held_out(runs, spec):
     ],
 )
 def test_no_class_that_the_run_learned_from_is_used(spec, trained, split, left):
-    dataset, _ = unseen(spec, split, {"data": spec, **trained})
+    dataset, _ = load_unseen(spec, split, {"data": spec, **trained})
     names = {dataset.test.classes[label] for label in dataset.test.labels.tolist()}
     assert names == {f"class {number:02d}" for number in left}
     assert {source.name.split("/")[0] for source in dataset.test.sources} == names
@@ -225,17 +225,17 @@ def test_no_class_that_the_run_learned_from_is_used(spec, trained, split, left):
 
 def test_other_data_is_taken_on_trust_aloud(runs, spec, pictures, tmp_path):
     shutil.copytree(pictures, tmp_path / "copy")
-    dataset, split = unseen(f"folder:{tmp_path / 'copy'}", "all", {"data": spec, "split": "all", "holdout": 0.0})
+    dataset, split = load_unseen(f"folder:{tmp_path / 'copy'}", "all", {"data": spec, "split": "all", "holdout": 0.0})
     assert len(dataset.test.classes) == CLASSES
     assert split == "all"
     assert any(
         "was trained on folder: that it has not seen the classes of folder is taken on trust" in x
         for x in dataset.notes
     )
-    nothing_said, _ = unseen(spec, None, {})
+    nothing_said, _ = load_unseen(spec, None, {})
     assert any("does not say what it was trained on" in line for line in nothing_said.notes)
     relative = f"folder:{pictures}/../{pictures.name}"
-    assert len(unseen(relative, None, {"data": spec, "split": "0.75", "holdout": 0.0})[0].test.classes) == 10
+    assert len(load_unseen(relative, None, {"data": spec, "split": "0.75", "holdout": 0.0})[0].test.classes) == 10
 
 
 def test_a_gallery_of_its_own(runs, spec, monkeypatch, tmp_path):
@@ -322,7 +322,7 @@ def test_a_mistake_is_one_line_and_stores_nothing(runs, spec, pictures, change, 
 def test_certain_embeddings_have_no_level(embedded):
     """A model without u still gives evidence: ‖u‖ = 0 everywhere says nothing and breaks nothing."""
     e, labels = embedded
-    trial = Pool(Embeddings.certain(e.semantic), labels).without(labels.unique()[:4])
+    trial = QueryPool(Embeddings.certain(e.semantic), labels).search_without(labels.unique()[:4])
     assert bool((trial.evidence.level == 0).all())
     found = compare(trial, labelled=True, rounds=20)
     assert found["scores"]["level"]["r_auroc"] == 0.5

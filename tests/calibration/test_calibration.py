@@ -8,7 +8,7 @@ import pytest
 import torch
 from simulated import excess, population
 
-from idml.calibration.confidence import RightModel
+from idml.calibration.confidence import ConfidenceModel
 from idml.calibration.evidence import Evidence, Profile
 from idml.calibration.risk_control import Counts
 from idml.calibration.stored import Calibration, _thresholds
@@ -21,7 +21,7 @@ ROUNDS = 250
 def test_the_share_of_wrong_answers_is_as_promised(unknown):
     """One model; many calibration samples drawn from a population whose true error at every threshold is known."""
     evidence, correct, *_ = population(21_000, unknown)
-    model = RightModel.fit(evidence[:1000], correct[:1000])
+    model = ConfidenceModel.fit(evidence[:1000], correct[:1000])
     p, right = model.probability(evidence[1000:]), correct[1000:]
     thresholds, starts = _thresholds(model.probability(evidence[:1000]))
     truth = Counts.of(p, right, thresholds, starts)
@@ -31,7 +31,7 @@ def test_the_share_of_wrong_answers_is_as_promised(unknown):
         rows = torch.randint(len(p), (1000,), generator=torch.Generator().manual_seed(seed))
         samples.append(Counts.of(p[rows], right[rows], thresholds, starts))
     for max_error in (0.05, 0.1, 0.2):
-        kept = [x for counts in samples if (x := counts.promise(max_error, 1 - DELTA)).threshold is not None]
+        kept = [x for counts in samples if (x := counts.find_guarantee(max_error, 1 - DELTA)).threshold is not None]
         broken = sum(risk[x.threshold] > max_error for x in kept)
         coverage = sum(x.coverage for x in kept) / ROUNDS
         best = max(n for t, n in zip(thresholds, truth.answered, strict=True) if risk[t] <= max_error) / len(p)
@@ -49,7 +49,7 @@ def test_the_whole_procedure_keeps_its_promises():
     for seed in range(rounds):
         rows = torch.randint(len(evidence), (300,), generator=torch.Generator().manual_seed(seed))
         found = Calibration.fit(evidence[rows], correct[rows], known=known[rows], places=places[rows], seed=seed)
-        promise, sets = found.promise(0.1, 1 - DELTA), found.promise_sets(0.2, 1 - DELTA)
+        promise, sets = found.find_guarantee(0.1, 1 - DELTA), found.find_set_guarantee(0.2, 1 - DELTA)
         if promise.threshold is not None:
             answered = found.probability(evidence) >= promise.threshold
             broken["match"] += float((~correct)[answered].double().mean()) > 0.1
@@ -67,22 +67,22 @@ def constant(n):
     return Evidence(*(torch.ones(n) for _ in range(5)))
 
 
-@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("confidence_model", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 300])
 def test_all_right_or_all_wrong(right, n, tmp_path):
     for evidence in (constant(n), population(n, 0.0)[0]):
         found = Calibration.fit(evidence, torch.full((n,), right), labelled=False)
         p = found.probability(evidence)
         assert bool(((p > 0) & (p < 1)).all())
-        assert found.promise(0.1).kept == (right and n == 300)
+        assert found.find_guarantee(0.1).kept == (right and n == 300)
         found.save(tmp_path / "c.json")
         assert Calibration.load(tmp_path / "c.json") == found
 
 
 def test_ties_everywhere():
     found = Calibration.fit(constant(400), torch.arange(400) % 50 > 0, labelled=False)
-    assert found.promise(0.1).coverage == 1
-    assert not found.promise(0.02).kept
+    assert found.find_guarantee(0.1).coverage == 1
+    assert not found.find_guarantee(0.02).kept
     assert float(found.probability(constant(1))) == pytest.approx(0.98, abs=0.02)
 
 
@@ -102,14 +102,14 @@ def test_bad_evidence_is_counted_and_named():
         Calibration.fit(evidence[:0], correct[:0])
     evidence, correct, *_ = population(400, 0.5)
     found = Calibration.fit(evidence, correct)
-    assert {"margin", "disagreement"} <= {*found.right.features}
+    assert {"margin", "disagreement"} <= {*found.confidence_model.features}
     with pytest.raises(ValueError, match="calibrated for '10 nearest, euclidean'"):
         found.probability(replace(evidence, searched="5 nearest, euclidean"))
     lacking = Evidence(*(evidence.scores[name] for name in ("level", "nearest", "kth", "spread", "gap")))
     with pytest.raises(ValueError, match="the evidence lacks"):
         found.probability(replace(lacking, searched=found.searched))
     with pytest.raises(ValueError, match="without places"):
-        found.promise_sets(0.1)
+        found.find_set_guarantee(0.1)
     with pytest.raises(ValueError, match="kept no profile"):
         found.drift(Profile(2, (0.1, 0.1)))
 
@@ -158,8 +158,8 @@ def test_damaged_and_foreign_files(tmp_path):
     ("place", "value", "message"),
     [
         (("counts", "total"), 2.5, "content.counts.total is not int"),
-        (("right", "weights"), [1.0], "do not fit together"),
-        (("right", "bias"), float("nan"), "content.right.bias is not float"),
+        (("confidence_model", "weights"), [1.0], "do not fit together"),
+        (("confidence_model", "bias"), float("nan"), "content.confidence_model.bias is not float"),
         (("profile",), [], "content.profile should hold nearest, size"),
         (("bins",), {}, "content.bins is not"),
         (("extra",), 1, "content should hold"),

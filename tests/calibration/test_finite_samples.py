@@ -80,10 +80,10 @@ def test_more_error_answers_more(seed, a, b):
     g = torch.Generator().manual_seed(seed)
     p = torch.rand(300, generator=g, dtype=torch.float64)
     counts = Counts.of(p, torch.rand(300, generator=g) < p.sqrt(), *_thresholds(p))
-    low, high = counts.promise(min(a, b), 0.9), counts.promise(max(a, b), 0.9)
+    low, high = counts.find_guarantee(min(a, b), 0.9), counts.find_guarantee(max(a, b), 0.9)
     assert low.coverage <= high.coverage
     assert not low.kept or high.kept
-    assert counts.promise(a, 0.99).coverage <= counts.promise(a, 0.8).coverage
+    assert counts.find_guarantee(a, 0.99).coverage <= counts.find_guarantee(a, 0.8).coverage
     for promise in (low, high):
         assert promise.kept != bool(promise.reason)
         if promise.threshold is not None:
@@ -105,19 +105,19 @@ def test_with_more_queries_tests_start_at_surer_ones(n, first, starts):
 
 def test_what_cannot_be_promised_says_why():
     few = Counts.of(torch.ones(20), torch.ones(20, dtype=torch.bool), *_thresholds(torch.ones(20)))
-    promise = few.promise(0.05, 0.9)
+    promise = few.find_guarantee(0.05, 0.9)
     assert not promise.kept
     assert promise.needed == 67
     assert "20 calibration queries, and 67 are needed at best" in promise.reason
     enough = Counts.of(torch.ones(80), torch.ones(80, dtype=torch.bool), *_thresholds(torch.ones(20)))
-    assert enough.promise(0.05, 0.9).coverage == 1
+    assert enough.find_guarantee(0.05, 0.9).coverage == 1
     p = torch.rand(500)
-    hopeless = Counts.of(p, torch.rand(500) < 0.6, *_thresholds(p)).promise(0.05, 0.9)
+    hopeless = Counts.of(p, torch.rand(500) < 0.6, *_thresholds(p)).find_guarantee(0.05, 0.9)
     assert "too many in the calibration; about 4" in hopeless.reason
-    nothing = Counts.of(p, torch.zeros(500, dtype=torch.bool), *_thresholds(p)).promise(0.05, 0.9)
+    nothing = Counts.of(p, torch.zeros(500, dtype=torch.bool), *_thresholds(p)).find_guarantee(0.05, 0.9)
     assert "nothing can be promised" in nothing.reason
     with pytest.raises(ValueError, match="max_error must be between 0 and 1, got 0"):
-        few.promise(0, 0.9)
+        few.find_guarantee(0, 0.9)
 
 
 def test_conformal_p_values_are_uniform_at_most():

@@ -12,7 +12,7 @@ from simulated import population
 from sklearn.linear_model import LogisticRegression
 
 from idml import Embeddings, IntrospectiveMetric
-from idml.calibration.confidence import RightModel, isotonic, logistic
+from idml.calibration.confidence import ConfidenceModel, isotonic, logistic
 from idml.calibration.evidence import Evidence, Profile, evidence_from_lists, first_right, gather_evidence
 from idml.calibration.risk_control import drift, expected_calibration_error, reliability
 from idml.calibration.stored import Calibration
@@ -49,7 +49,7 @@ def test_never_below_the_best_single_score(labelled, grouped):
     singles = evidence.scores if labelled else {"level", "nearest", "kth", "spread", "gap", "pair"}
     assert set(figures) == {*singles, "mix", "mix without u"}
     taken = [name for name, value in figures.items() if value >= max(figures.values()) - 0.01]
-    assert found.right.name == ("mean of " + ", ".join(taken) if len(taken) > 1 else taken[0])
+    assert found.confidence_model.name == ("mean of " + ", ".join(taken) if len(taken) > 1 else taken[0])
     fresh, right, _, _, _ = population(20_000, 0.25, seed=3)
     of_model = auroc(-found.probability(fresh), ~right)
     best = max(auroc(fresh.scores[name], ~right) for name in singles)
@@ -67,7 +67,7 @@ def test_candidates_that_are_about_as_good_are_averaged():
     noise = torch.randn(3, 3000, generator=g)
     correct = truth + torch.randn(3000, generator=g) < 0
     evidence = Evidence(level=noise[0], nearest=twins[0], kth=noise[1], spread=twins[1], gap=noise[2])
-    found = RightModel.fit(evidence, correct, labelled=False)
+    found = ConfidenceModel.fit(evidence, correct, labelled=False)
     assert found.name == "mean of mix, mix without u"  # both twins together are clearly better than one
     columns = [evidence.scores[name].double() for name in ("level", "nearest", "kth", "spread", "gap")]
     z = torch.stack([(x - x.mean()) / x.std(correction=0) for x in columns], dim=1)
@@ -76,7 +76,7 @@ def test_candidates_that_are_about_as_good_are_averaged():
     mean = (b + z @ all_ + c + z[:, 1:] @ some) / 2
     assert float(torch.corrcoef(torch.stack([found.doubt(evidence), mean]))[0, 1]) > 0.99999  # but for the penalty
     one = replace(evidence, spread=noise[2])
-    alone = RightModel.fit(one, correct, labelled=False)
+    alone = ConfidenceModel.fit(one, correct, labelled=False)
     assert alone.name == "mean of nearest, mix, mix without u"
     assert auroc(-alone.probability(one), ~correct) == pytest.approx(auroc(one.nearest, ~correct), abs=0.005)
 
@@ -87,7 +87,7 @@ def test_a_score_alone_keeps_its_order():
     noise = [torch.zeros(2000) for _ in range(4)]
     evidence = Evidence(noise[0], near, *noise[1:])
     correct = torch.rand(2000, generator=g) > near**8  # no logistic curve
-    found = RightModel.fit(evidence, correct, labelled=False)
+    found = ConfidenceModel.fit(evidence, correct, labelled=False)
     p = found.probability(evidence)
     order = near.argsort()
     assert bool((p[order].diff() <= 0).all())
@@ -137,7 +137,7 @@ def test_small_galleries():
     found = gather_evidence(same_class, same_class, ["cat"] * 30, query_ids=range(30), gallery_ids=range(30))
     assert bool((found.disagreement == 0).all())
     assert bool((found.margin == found.nearest - found.kth).all())
-    assert Calibration.fit(found, torch.ones(30, dtype=torch.bool)).promise(0.5).kept
+    assert Calibration.fit(found, torch.ones(30, dtype=torch.bool)).find_guarantee(0.5).kept
     with pytest.raises(ValueError, match="1 of 1 queries found no image at all"):
         evidence_from_lists(torch.full((1, 3), torch.inf), torch.zeros(1))
     fewer = evidence_from_lists(torch.tensor([[0.5, torch.inf]]), torch.zeros(1), classes=torch.tensor([[4, -1]]))

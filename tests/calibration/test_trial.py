@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from idml import Embeddings
 from idml.calibration.calibrate import MIX, MIX_WITHOUT_U, compare, verdict
-from idml.calibration.confidence import RightModel, _folds
+from idml.calibration.confidence import ConfidenceModel, _folds
 from idml.calibration.evidence import first_right, gather_evidence
-from idml.calibration.open_set import Pool, Trial, draw_unknown
+from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown
 from idml.calibration.report import P
 from idml.evaluation import auroc, evaluate_uncertainty
 
@@ -41,7 +41,7 @@ def test_lists_without_some_classes_equal_a_search_without_them(depth, listed):
         unknown = draw_unknown(labels, 0.4, torch.Generator().manual_seed(seed))
         there = torch.tensor([int(c) not in unknown.tolist() for c in labels])
         rows = there.nonzero().flatten()
-        trial = Pool(e, labels, depth=depth).without(unknown, listed=listed)
+        trial = QueryPool(e, labels, depth=depth).search_without(unknown, listed=listed)
         ids = {"query_ids": torch.arange(150), "gallery_ids": rows}
         found = gather_evidence(e, e[rows], labels[rows], listed=max(10, listed), **ids)
         back = torch.where(found.indices < 0, -1, rows[found.indices.clamp_min(0)])[:, :listed]
@@ -60,7 +60,7 @@ def test_a_gallery_of_its_own():
     gallery, theirs = made(90, 7, 2)
     unknown = torch.tensor([0, 3])
     rows = (~torch.isin(theirs, unknown)).nonzero().flatten()
-    trial = Pool(queries, labels, gallery, theirs, depth=20).without(unknown)
+    trial = QueryPool(queries, labels, gallery, theirs, depth=20).search_without(unknown)
     found = gather_evidence(queries, gallery[rows], theirs[rows])
     equal(trial, type(found)(**found.scores, indices=rows[found.indices], searched=found.searched))
     assert trial.known.tolist() == [int(c) in theirs[rows].tolist() for c in labels]
@@ -68,12 +68,12 @@ def test_a_gallery_of_its_own():
 
 def test_small_galleries_end_in_nothing():
     e, labels = made(12, 4)
-    trial = Pool(e, labels).without(labels.unique()[:2], listed=15)
+    trial = QueryPool(e, labels).search_without(labels.unique()[:2], listed=15)
     rows = trial.gallery.nonzero().flatten()
     assert trial.distances.shape == (12, 15)
     assert (trial.distances != torch.inf).sum(dim=1).tolist() == [len(rows) - int(i in rows) for i in range(12)]
     assert bool((trial.evidence.indices[trial.distances == torch.inf] == -1).all())
-    assert not bool(trial.alike[trial.distances == torch.inf].any())
+    assert not bool(trial.same_class[trial.distances == torch.inf].any())
 
 
 @given(st.integers(0, 10_000), st.floats(0.01, 0.99), st.integers(3, 30))
@@ -95,7 +95,7 @@ def test_unknown_classes_hold_about_the_share(seed, share, classes):
 @pytest.fixture(scope="module")
 def trial():
     e, labels = made(900, 45, 5, spread=0.9)
-    return Pool(e, labels).without(draw_unknown(labels, 0.25, torch.Generator().manual_seed(0)))
+    return QueryPool(e, labels).search_without(draw_unknown(labels, 0.25, torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -110,7 +110,7 @@ def test_comparison_against_loops(trial, labelled):
     for fold in range(5):
         held, rest = folds == fold, folds != fold
         assert not set(trial.labels[held].tolist()) & set(trial.labels[rest].tolist())
-        model = RightModel.fit(
+        model = ConfidenceModel.fit(
             trial.evidence[rest], trial.correct[rest], labelled=labelled, groups=trial.labels[rest], seed=0
         )
         scores = {name: trial.evidence.scores[name][held] for name in ("nearest", "level")}
@@ -142,8 +142,10 @@ def test_words_say_where_p_is_below(trial):
     assert "is BELOW the best single score" in verdict(worse)[0]
     unclear = {**found, "gain": {"r_auroc": -0.03, "augrc": 0.0, "intervals": {**spans, "r_auroc": [-0.05, 0.01]}}}
     assert "is below, though not clearly, the best" in verdict(unclear)[0]
-    right = torch.ones_like(trial.alike)
-    sure = Trial(trial.evidence, trial.labels, torch.ones(900, dtype=torch.bool), trial.distances, right, trial.gallery)
+    right = torch.ones_like(trial.same_class)
+    sure = OpenSetQueries(
+        trial.evidence, trial.labels, torch.ones(900, dtype=torch.bool), trial.distances, right, trial.gallery
+    )
     nothing = compare(sure, labelled=True, rounds=20)
     assert nothing["scores"][P]["r_auroc"] is None
     assert nothing["gain"]["r_auroc"] is None

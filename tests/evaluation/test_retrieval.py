@@ -19,7 +19,7 @@ from idml.data.pixel_cache import load_pixels
 from idml.evaluation import distance_bounds as pairs
 from idml.evaluation import evaluate_retrieval, retrieval
 from idml.evaluation import knn as neighbours
-from idml.evaluation.retrieval import clusters, normalized_mutual_information
+from idml.evaluation.retrieval import cluster_rows, normalized_mutual_information
 from idml.model import build_model
 from idml.model.feature_cache import view_features
 
@@ -119,7 +119,7 @@ def test_equals_the_peers_on_real_images(tmp_path, monkeypatch):
     for mine, name in zip(("recall@1", "r_precision", "map@r"), names, strict=True):
         assert ours[mine] == pytest.approx(theirs[name], abs=1e-6)
     assert ours["recall@1"] > 0.3  # they are real
-    found = clusters(torch.nn.functional.normalize(x), len(labels.unique()))
+    found = cluster_rows(torch.nn.functional.normalize(x), len(labels.unique()))
     assert ours["nmi"] == pytest.approx(normalized_mutual_info_score(labels, found), abs=1e-9)
 
 
@@ -206,7 +206,7 @@ def test_nmi_finds_separate_classes_and_is_reproducible():
     first = evaluate_retrieval(x, labels, nmi=True)
     assert list(first)[-3:] == ["nmi", "queries", "singletons"]
     assert first == evaluate_retrieval(x, labels, nmi=True)
-    assert first["nmi"] == pytest.approx(normalized_mutual_info_score(labels, clusters(x, 4)))
+    assert first["nmi"] == pytest.approx(normalized_mutual_info_score(labels, cluster_rows(x, 4)))
     assert 0.5 < first["nmi"] <= 1.0
     assert evaluate_retrieval(torch.ones(6, 2), [0, 0, 1, 1, 2, 2], nmi=True)["nmi"] == 0.0
 

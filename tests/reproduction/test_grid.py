@@ -7,7 +7,7 @@ import scipy.stats
 import torch
 
 from idml.cli import main
-from idml.evaluation.evaluate import auroc_above
+from idml.evaluation.uncertainty import auroc_between
 from idml.reproduction import first, uncertainty
 from idml.reproduction.grid import Cell, interval, run_cells, what_u_tells
 
@@ -63,7 +63,7 @@ def test_interval_is_students():
 
 def test_auroc_above_counts_pairs():
     high, low = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 2.0])
-    assert auroc_above(high, low) == pytest.approx((1 + 0 + 1 + 0.5 + 1 + 1) / 6)
+    assert auroc_between(high, low) == pytest.approx((1 + 0 + 1 + 0.5 + 1 + 1) / 6)
 
 
 def test_the_first_table_by_command(patterns, tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from scipy.stats import binom
 
 from idml import Embeddings
 from idml.calibration.calibrate import compare
-from idml.calibration.open_set import Pool, draw_unknown
+from idml.calibration.open_set import QueryPool, draw_unknown
 from idml.calibration.stored import Calibration
 from idml.data.sampling import random_stream
 from idml.reproduction import first, guarantee
@@ -35,7 +35,7 @@ def made(n, classes, spread, seed=0):
     labels = torch.arange(n) % classes
     hard = torch.rand(n, 1, generator=g) * spread
     semantic = torch.randn(classes, 8, generator=g)[labels] + hard * torch.randn(n, 8, generator=g)
-    return Pool(Embeddings(semantic, hard), labels)
+    return QueryPool(Embeddings(semantic, hard), labels)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def pool():
 
 
 def test_samples_are_queries_or_whole_classes(pool):
-    trial = pool.without(torch.tensor([3, 7]))
+    trial = pool.search_without(torch.tensor([3, 7]))
     images = draw(trial, "image", random_stream("x", 0))
     assert len(images) == 600
     assert len(images.unique()) < 600  # with replacement
@@ -60,7 +60,7 @@ def test_samples_are_queries_or_whole_classes(pool):
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_outcomes_against_loops(pool, labelled):
-    trial = pool.without(draw_unknown(pool.labels, 0.25, random_stream("u", 0)))
+    trial = pool.search_without(draw_unknown(pool.labels, 0.25, random_stream("u", 0)))
     rows = draw(trial, "image", random_stream("x", 2))
     found = Calibration.fit(trial.evidence[rows], trial.correct[rows], labelled=labelled, known=trial.known[rows])
     p, usual = found.probability(trial.evidence).tolist(), found.novelty(trial.evidence).tolist()
@@ -68,7 +68,7 @@ def test_outcomes_against_loops(pool, labelled):
     seen = outcome(found, trial, rows)
     assert list(seen) == ["0.05", "0.1", "0.2"]
     for wished, counts in zip(ERRORS, seen.values(), strict=True):
-        threshold = found.promise(wished, 0.9).threshold
+        threshold = found.find_guarantee(wished, 0.9).threshold
         match = [i for i in range(1200) if threshold is not None and p[i] >= threshold]
         wrong = [i for i in match if not trial.correct[i]]
         new = [i for i in match if i in fresh]

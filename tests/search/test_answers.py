@@ -9,7 +9,7 @@ from scipy.stats import binom
 from idml import Embeddings
 from idml.calibration.evidence import Evidence, Profile, first_right, gather_evidence
 from idml.calibration.stored import Calibration
-from idml.search.answers import Answer, State, Wishes, answer
+from idml.search.answers import Answer, RiskTargets, State, answer
 
 
 def made(classes, images, noise, seed=0, dimensions=16):
@@ -40,7 +40,7 @@ def shop():
 
 def test_three_states_with_the_promised_shares(shop):
     calibration, _, evidence, places, known = shop
-    answers = answer(evidence, calibration, Wishes(max_error=0.1, max_missed=0.1))
+    answers = answer(evidence, calibration, RiskTargets(max_error=0.1, max_missed=0.1))
     states = [a.state for a in answers]
     assert set(states) == set(State)
     matched = torch.tensor([s is State.MATCH for s in states])
@@ -58,8 +58,8 @@ def test_three_states_with_the_promised_shares(shop):
 def test_match_is_exactly_the_threshold(shop):
     calibration, _, evidence, _, _ = shop
     for max_error in (0.05, 0.1, 0.2):
-        promise = calibration.promise(max_error, 0.9)
-        answers = answer(evidence, calibration, Wishes(max_error=max_error))
+        promise = calibration.find_guarantee(max_error, 0.9)
+        answers = answer(evidence, calibration, RiskTargets(max_error=max_error))
         p = calibration.probability(evidence).tolist()
         limit = 2.0 if promise.threshold is None else promise.threshold
         assert [a.state is State.MATCH for a in answers] == [x >= limit for x in p]
@@ -77,13 +77,13 @@ def test_reasons(shop):
     calibration = shop[0]
     # thresholds and novelty out of the way: only the reasons are looked at
     sure = replace(calibration, counts=replace(calibration.counts, wrong=calibration.counts.answered))
-    wishes = Wishes(max_sent_away=1e-6)
+    targets = RiskTargets(max_rejected=1e-6)
     blurred, _ = one(shop, level=50.0, disagreement=0.0)
-    assert answer(blurred, sure, wishes)[0].reason == "blurred or ambiguous query"
+    assert answer(blurred, sure, targets)[0].reason == "blurred or ambiguous query"
     tied, _ = one(shop, margin=0.0, disagreement=0.5)
-    assert answer(tied, sure, wishes)[0].reason == "two classes tie"
+    assert answer(tied, sure, targets)[0].reason == "two classes tie"
     plain, _ = one(shop, level=0.0, disagreement=0.0, margin=-1.0)
-    assert answer(plain, sure, wishes)[0].reason.startswith("cannot promise at most 5 % wrong answers here")
+    assert answer(plain, sure, targets)[0].reason.startswith("cannot promise at most 5 % wrong answers here")
     far, _ = one(shop, nearest=2.0, kth=2.0, margin=0.0, disagreement=0.8, entropy=2.0)
     assert answer(far, calibration)[0] == replace(
         answer(far, calibration)[0], state=State.NOVEL, reason="far from everything"
@@ -97,9 +97,9 @@ def test_what_is_likely_right_is_never_sent_away(shop, possible):
     far = replace(calibration, novelty_score="nearest", novelty_reference=(-1.0,) * 99)  # all are farther than any was
     if not possible:
         far = replace(far, counts=replace(far.counts, wrong=far.counts.answered))  # no match can be promised
-    threshold = far.promise(0.1, 0.9).threshold
+    threshold = far.find_guarantee(0.1, 0.9).threshold
     assert (threshold is not None) == possible
-    answers = answer(evidence, far, Wishes(max_error=0.1))
+    answers = answer(evidence, far, RiskTargets(max_error=0.1))
     for told, p in zip(answers, far.probability(evidence).tolist(), strict=True):
         assert told.novelty == 0.01
         if threshold is not None and p >= threshold:
@@ -114,14 +114,14 @@ def test_what_is_likely_right_is_never_sent_away(shop, possible):
 
 def test_too_low_says_what_is_needed(shop):
     calibration, _, evidence, _, _ = shop
-    found = answer(evidence, calibration, Wishes(max_error=0.1, max_sent_away=1e-6))
+    found = answer(evidence, calibration, RiskTargets(max_error=0.1, max_rejected=1e-6))
     assert any(a.reason.startswith("not certain enough: ") for a in found if a.state is State.UNSURE)
 
 
 def test_galleries_without_labels(shop):
     _, blind, evidence, places, _ = shop
     plain = replace(evidence, margin=None, ratio=None, entropy=None, disagreement=None)
-    answers = answer(plain, blind, Wishes(max_error=0.2))
+    answers = answer(plain, blind, RiskTargets(max_error=0.2))
     matched = torch.tensor([a.state is State.MATCH for a in answers])
     assert bool(matched.any())
     chance = 2 * (0.2 * 0.8 / int(matched.sum())) ** 0.5  # these are fresh queries: their own luck is in the figure
@@ -157,10 +157,10 @@ def test_no_queries_and_bad_wishes(shop):
     calibration, _, evidence, _, _ = shop
     assert answer(evidence[:0], calibration) == []
     assert answer(evidence[:0]) == []
-    with pytest.raises(ValueError, match="max_sent_away must be between 0 and 1, got 0"):
-        Wishes(max_sent_away=0)
+    with pytest.raises(ValueError, match="max_rejected must be between 0 and 1, got 0"):
+        RiskTargets(max_rejected=0)
     with pytest.raises(ValueError, match="max_missed must be between 0 and 1, got 1"):
-        Wishes(max_missed=1)
+        RiskTargets(max_missed=1)
     assert isinstance(answer(evidence[:1], calibration)[0], Answer)
 
 

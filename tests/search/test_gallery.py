@@ -66,10 +66,10 @@ def test_status_and_promises(shop, world):
     stored = json.loads((world[0] / "calibration.json").read_bytes())["content"]
     assert status.unknown_share == stored["unknown"] > 0.2
     assert status.model == gallery.embedder.fingerprint == gallery.engine.properties.model
-    promises = gallery.promises()
+    promises = gallery.guarantees()
     assert [p.max_error for p in promises] == [0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5]
-    assert promises[4] == Calibration.load(world[0] / "calibration.json").promise(0.15, 0.9)
-    assert gallery.promises([0.2], 0.99)[0].confidence == 0.99
+    assert promises[4] == Calibration.load(world[0] / "calibration.json").find_guarantee(0.15, 0.9)
+    assert gallery.guarantees([0.2], 0.99)[0].confidence == 0.99
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "remove", "relabel"]), st.integers(0, 2**16)), max_size=12))
@@ -106,12 +106,12 @@ def test_a_gallery_needs_no_run_later(tmp_path):
     stored, labels, queries, _ = fit_calibrations(run)
     with Gallery.create(tmp_path / "g", run / "model.safetensors") as gallery:
         gallery.put(as_items(labels.tolist()), stored)
-        expected, promises = gallery.reply(queries[:5]), gallery.promises()
+        expected, promises = gallery.reply(queries[:5]), gallery.guarantees()
     shutil.rmtree(run)
     shutil.move(tmp_path / "g", tmp_path / "elsewhere")
     with Gallery.open(tmp_path / "elsewhere") as gallery:
         assert gallery.reply(queries[:5]) == expected
-        assert gallery.promises() == promises
+        assert gallery.guarantees() == promises
         assert len(gallery.search([picture(1)])[0].results) == 10
 
 

@@ -13,7 +13,7 @@ from made_images import DIMENSIONS, as_items, cloud, encoded, picture
 import idml.search.results
 from idml import Embeddings
 from idml.calibration.evidence import Profile, gather_evidence
-from idml.search.answers import State, Wishes, answer
+from idml.search.answers import RiskTargets, State, answer
 from idml.search.engines import Item
 from idml.search.gallery import Upload
 from idml.search.results import Known, collapse
@@ -60,12 +60,12 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
     seen = []
     monkeypatch.setattr(idml.search.results, "answer", lambda *a, **b: seen.append((a, b)) or answer(*a, **b))
     replies = gallery.reply(queries, k)
-    (evidence, calibration, wishes), options = seen[0]
+    (evidence, calibration, targets), options = seen[0]
     for n, scores in enumerate(loops(queries, stored, labels.tolist())):
         for name, value in scores.items():
             assert float(evidence.scores[name][n]) == pytest.approx(value, abs=2e-5), name
     assert set(evidence.scores) == set(scores)
-    assert (calibration, wishes) == (gallery.calibration, Wishes())
+    assert (calibration, targets) == (gallery.calibration, RiskTargets())
     assert options["profile"].size == len(stored)
     expected = answer(gather_evidence(queries, stored, labels), gallery.calibration)
     items = as_items(labels.tolist())
@@ -85,14 +85,14 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
             assert result.level == pytest.approx(float(stored.level[i]))
         first, *others = [result.probability for result in reply.results]
         assert first == reply.answer.probability
-        raw = gallery.calibration.pair_probability(torch.tensor([r.distance for r in reply.results[1:]])).tolist()
+        raw = gallery.calibration.match_probability(torch.tensor([r.distance for r in reply.results[1:]])).tolist()
         assert others == [min(first, p) for p in raw]
 
 
 def test_three_states_and_both_kinds_of_gallery(shop):
     gallery, stored, _, queries, _ = shop
-    wishes = Wishes(max_error=0.1)
-    states = {reply.answer.state for reply in gallery.reply(queries, 5, wishes)}
+    targets = RiskTargets(max_error=0.1)
+    states = {reply.answer.state for reply in gallery.reply(queries, 5, targets)}
     assert states == set(State)
     assert gallery.calibration.labelled
     assert all(reply.notes == () for reply in gallery.reply(queries[:3]))
@@ -100,8 +100,8 @@ def test_three_states_and_both_kinds_of_gallery(shop):
     item = next(gallery.items())
     gallery.relabel({item.id: None})
     assert not gallery.calibration.labelled
-    found = gallery.reply(queries, 5, wishes)
-    expected = answer(gather_evidence(queries, stored), gallery.calibration, wishes)
+    found = gallery.reply(queries, 5, targets)
+    expected = answer(gather_evidence(queries, stored), gallery.calibration, targets)
     assert [r.answer.state for r in found] == [a.state for a in expected]
     assert [r.answer.probability for r in found] == pytest.approx([a.probability for a in expected], abs=1e-6)
     assert found[0].notes == ("1 of 600 images have no label: answered as a collection without labels",)
@@ -114,13 +114,13 @@ def test_result_sets_are_shown_whole(shop):
     gallery, stored, labels, queries, _ = shop
     twins = stored[:300]  # each a second time, with another id
     gallery.put(as_items(labels[:300].tolist(), first=1000), twins)
-    wishes = Wishes(max_missed=0.05)
+    targets = RiskTargets(max_missed=0.05)
     evidence = gather_evidence(queries, Embeddings.cat([stored, twins]), torch.cat([labels, labels[:300]]))
-    sizes = [a.results for a in answer(evidence, gallery.calibration, wishes)]
+    sizes = [a.results for a in answer(evidence, gallery.calibration, targets)]
     assert len(set(sizes)) > 2
     everyone = Embeddings.cat([stored, twins])
     ids = [item.id for item in gallery.items()]
-    for n, reply in enumerate(gallery.reply(queries, 2, wishes)):
+    for n, reply in enumerate(gallery.reply(queries, 2, targets)):
         order = (everyone.unit - queries.unit[n]).norm(dim=1).argsort(stable=True).tolist()
         shown = {id for r in reply.results[: reply.answer.results] for id in (r.id, *r.duplicates)}
         assert {ids[i] for i in order[: sizes[n]]} <= shown
@@ -133,7 +133,7 @@ def test_without_calibration(gallery):
     strange = Embeddings(-queries.semantic[:5], queries.uncertainty[:5])
     gallery.put(as_items(labels.tolist()), stored)
     assert gallery.calibration is None
-    assert gallery.promises() == []
+    assert gallery.guarantees() == []
     for given_ in (queries, strange):
         expected = answer(gather_evidence(given_, stored, labels), profile=Profile.of(stored))
         for reply, wanted in zip(gallery.reply(given_), expected, strict=True):

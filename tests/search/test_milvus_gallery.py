@@ -24,7 +24,7 @@ def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):  # noqa: F81
         for own in (gallery, folder):
             own.put(as_items(labels.tolist()), stored)
         assert gallery.status() == folder.status()
-        assert gallery.promises() == folder.promises()
+        assert gallery.guarantees() == folder.promises()
         for found, expected in zip(gallery.reply(queries, 5), folder.reply(queries, 5), strict=True):
             assert [r.id for r in found.results] == [r.id for r in expected.results]
             assert (found.answer.state, found.answer.reason) == (expected.answer.state, expected.answer.reason)

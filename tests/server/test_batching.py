@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from idml.search.answers import Wishes
+from idml.search.answers import RiskTargets
 from idml.server.responses import Refusal
 from idml.server.service import Batcher
 
-WISHES = Wishes()
+TARGETS = RiskTargets()
 
 
 class Searched:
@@ -20,13 +20,13 @@ class Searched:
     def __init__(self, seconds=0.0):
         self.calls, self.threads, self.seconds = [], set(), seconds
 
-    def __call__(self, images, k, wishes):
+    def __call__(self, images, k, targets):
         self.calls.append(list(images))
         self.threads.add(threading.get_ident())
         time.sleep(self.seconds)
         if "broken" in images:
             raise ZeroDivisionError("broken")
-        return [(image, k, wishes.max_error) for image in images]
+        return [(image, k, targets.max_error) for image in images]
 
 
 def served(work, search, size=4, seconds=0.005):
@@ -48,7 +48,7 @@ def test_batches_are_full_and_no_larger():
     search = Searched()
 
     async def work(batcher):
-        return await asyncio.gather(*(batcher.ask(n, 3, WISHES) for n in range(10)))
+        return await asyncio.gather(*(batcher.ask(n, 3, TARGETS) for n in range(10)))
 
     replies, sizes = served(work, search)
     assert replies == [(n, 3, 0.05) for n in range(10)]
@@ -59,20 +59,20 @@ def test_batches_are_full_and_no_larger():
 
 def test_different_wishes_are_searched_apart():
     search = Searched()
-    asked = [(0, 3, WISHES), (1, 5, WISHES), (2, 3, Wishes(max_error=0.2)), (3, 3, WISHES)]
+    asked = [(0, 3, TARGETS), (1, 5, TARGETS), (2, 3, RiskTargets(max_error=0.2)), (3, 3, TARGETS)]
 
     async def work(batcher):
         return await asyncio.gather(*(batcher.ask(*query) for query in asked))
 
     replies, sizes = served(work, search)
-    assert replies == [(n, k, wishes.max_error) for n, k, wishes in asked]
+    assert replies == [(n, k, targets.max_error) for n, k, targets in asked]
     assert search.calls == [[0, 3], [1], [2]]
     assert sizes == [4]
 
 
 def test_a_broken_image_fails_only_itself():
     async def work(batcher):
-        return await asyncio.gather(*(batcher.ask(n, 3, WISHES) for n in (0, "broken", 2)), return_exceptions=True)
+        return await asyncio.gather(*(batcher.ask(n, 3, TARGETS) for n in (0, "broken", 2)), return_exceptions=True)
 
     replies, _ = served(work, Searched())
     assert replies[0] == (0, 3, 0.05)
@@ -83,7 +83,7 @@ def test_a_broken_image_fails_only_itself():
 def test_a_single_query_does_not_wait_long():
     async def work(batcher):
         started = time.perf_counter()
-        await batcher.ask(0, 3, WISHES)
+        await batcher.ask(0, 3, TARGETS)
         return time.perf_counter() - started
 
     seconds, sizes = served(work, Searched(), seconds=0.02)
@@ -95,9 +95,9 @@ def test_what_comes_while_the_worker_is_busy_goes_together():
     search = Searched(seconds=0.05)
 
     async def work(batcher):
-        first = asyncio.create_task(batcher.ask("first", 3, WISHES))
+        first = asyncio.create_task(batcher.ask("first", 3, TARGETS))
         await asyncio.sleep(0.02)
-        rest = [asyncio.create_task(batcher.ask(n, 3, WISHES)) for n in range(3)]
+        rest = [asyncio.create_task(batcher.ask(n, 3, TARGETS)) for n in range(3)]
         await asyncio.gather(first, *rest)
 
     _, sizes = served(work, search)
@@ -108,9 +108,9 @@ def test_who_gives_up_is_not_searched_for():
     search = Searched(seconds=0.05)
 
     async def work(batcher):
-        first = asyncio.create_task(batcher.ask("first", 3, WISHES))
+        first = asyncio.create_task(batcher.ask("first", 3, TARGETS))
         await asyncio.sleep(0.02)
-        gone, stays = (asyncio.create_task(batcher.ask(name, 3, WISHES)) for name in ("gone", "stays"))
+        gone, stays = (asyncio.create_task(batcher.ask(name, 3, TARGETS)) for name in ("gone", "stays"))
         await asyncio.sleep(0)
         gone.cancel()
         assert await first == ("first", 3, 0.05)
@@ -126,12 +126,12 @@ def test_closing_answers_what_waits_and_refuses_the_rest():
     search = Searched(seconds=0.02)
 
     async def work(batcher):
-        tasks = [asyncio.create_task(batcher.ask(n, 3, WISHES)) for n in range(10)]
+        tasks = [asyncio.create_task(batcher.ask(n, 3, TARGETS)) for n in range(10)]
         await asyncio.sleep(0)
         await batcher.close()
         assert [await task for task in tasks] == [(n, 3, 0.05) for n in range(10)]
         with pytest.raises(Refusal, match="shutting down") as refusal:
-            await batcher.ask(11, 3, WISHES)
+            await batcher.ask(11, 3, TARGETS)
         assert refusal.value.status == 503
 
     served(work, search)

@@ -20,7 +20,7 @@ from idml.calibration.evidence import first_right, gather_evidence
 from idml.calibration.stored import Calibration
 from idml.data.images import decode_image
 from idml.model import fingerprint
-from idml.search.answers import Wishes
+from idml.search.answers import RiskTargets
 from idml.server import schemas as shapes
 from idml.server.app import build_app
 from idml.server.limits import Limits
@@ -126,7 +126,7 @@ def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expec
 
 def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, serve, visit, expect):
     with made_gallery(tmp_path / "gallery", calibrated_run, items=40) as gallery:
-        promises = gallery.promises()
+        promises = gallery.guarantees()
         assert {promise.kept for promise in promises} == {True, False}
         page = visit(serve(gallery))
         slider = page.get_by_label("Wrong matches I accept")
@@ -136,14 +136,14 @@ def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, ser
             rested(page)
             expect(page.locator("#wished")).to_have_text(f"at most {100 * promise.max_error:g} %")
             if promise.kept:
-                words = f"Promised, with {Wishes().confidence:.0%} confidence, where".replace("%", " %")
+                words = f"Promised, with {RiskTargets().confidence:.0%} confidence, where".replace("%", " %")
                 expect(page.locator("#promise")).to_contain_text(words)
                 share = 100 * promise.coverage
                 expect(page.locator("#promise")).to_contain_text("over 99 %" if 99 < share < 100 else f"{share:.0f} %")
             else:
                 expect(page.locator("#promise")).to_contain_text("Cannot promise that here: ")
                 expect(page.locator("#promise")).to_contain_text(promise.reason.partition(": ")[2])
-            (reply,) = gallery.search([as_image(3)], 12, Wishes(max_error=promise.max_error))
+            (reply,) = gallery.search([as_image(3)], 12, RiskTargets(max_error=promise.max_error))
             assert reply.calibrated
             expect(verdict(page)).to_contain_text(reply.answer.state.value, ignore_case=True)
             expect(page.locator("#answer .chance").last).to_contain_text("probability that the first result is right")

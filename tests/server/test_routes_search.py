@@ -11,7 +11,7 @@ from serving import LABELS, client_of, identity, picture, said, search
 
 from idml.calibration.risk_control import Counts
 from idml.data.images import decode_image
-from idml.search.answers import Wishes
+from idml.search.answers import RiskTargets
 from idml.search.gallery import Gallery
 
 RESULT = {"id", "path", "label", "distance", "probability", "level", "duplicates"}
@@ -52,25 +52,25 @@ def test_search_refuses_bad_parameters(shared, query):
 def test_wishes_reach_the_gallery_and_its_answer_the_client(client, gallery, monkeypatch):
     asked, real = [], gallery.search
 
-    def search_sets(images, k, wishes):
-        asked.append((k, wishes))
-        return [replace(reply, answer=replace(reply.answer, results=2)) for reply in real(images, k, wishes)]
+    def search_sets(images, k, targets):
+        asked.append((k, targets))
+        return [replace(reply, answer=replace(reply.answer, results=2)) for reply in real(images, k, targets)]
 
     monkeypatch.setattr(gallery, "search", search_sets)
     assert search(client, picture(5), "?k=7&max_error=0.2&max_missed=0.1").json()["set_size"] == 2
     assert search(client, picture(5)).status_code == 200
-    assert asked == [(7, Wishes(max_error=0.2, max_missed=0.1)), (12, Wishes())]
+    assert asked == [(7, RiskTargets(max_error=0.2, max_missed=0.1)), (12, RiskTargets())]
 
 
 def test_promises_say_what_they_are_for(client, gallery, monkeypatch):
     """The confidence, and how many of the queries may be unknown."""
     counts = Counts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
-    monkeypatch.setattr(gallery, "promises", lambda: [counts.promise(error, 0.9) for error in (0.01, 0.05)])
+    monkeypatch.setattr(gallery, "promises", lambda: [counts.find_guarantee(error, 0.9) for error in (0.01, 0.05)])
     status = replace(gallery.status(), calibrated=True, unknown_share=0.25)
     monkeypatch.setattr(gallery, "status", lambda: status)
     content = client.get("/api/gallery").json()
     assert (content["calibrated"], content["unknown_share"]) == (True, 0.25)
-    reason = counts.promise(0.01, 0.9).reason
+    reason = counts.find_guarantee(0.01, 0.9).reason
     cannot = {"max_error": 0.01, "possible": False, "threshold": None, "coverage": 0.0, "reason": reason}
     can = {"max_error": 0.05, "possible": True, "threshold": 0.9, "coverage": 0.6, "reason": ""}
     assert content["promises"] == [{**promise, "confidence": 0.9} for promise in (cannot, can)]
@@ -97,9 +97,9 @@ def test_many_at_once_get_what_each_gets_alone(client, gallery):
     sizes = []
     batcher = gallery.search
 
-    def counted(images, k, wishes):
+    def counted(images, k, targets):
         sizes.append(len(images))
-        return batcher(images, k, wishes)
+        return batcher(images, k, targets)
 
     gallery.search = counted
     barrier = threading.Barrier(32)
@@ -113,7 +113,7 @@ def test_many_at_once_get_what_each_gets_alone(client, gallery):
     assert max(sizes) > 1  # they did go together
     for number, content in enumerate(answers):
         image = decode_image(io.BytesIO(queries[number]), "query")
-        [alone] = batcher([image], 3 + number % 2, Wishes(max_error=0.05))
+        [alone] = batcher([image], 3 + number % 2, RiskTargets(max_error=0.05))
         assert content["state"] == alone.answer.state.value
         assert [x["id"] for x in content["results"]] == [x.id for x in alone.results]
         expected = [x.distance for x in alone.results]
@@ -135,8 +135,8 @@ def test_a_broken_query_fails_alone(shared):
 def test_numbers_are_always_finite(client, gallery, monkeypatch):
     real = gallery.search
 
-    def strange(images, k, wishes):
-        found = real(images, k, wishes)
+    def strange(images, k, targets):
+        found = real(images, k, targets)
         bad = float("nan"), float("inf"), -float("inf")
         results = tuple(replace(r, distance=bad[0], probability=bad[1], level=bad[2]) for r in found[0].results)
         answer = replace(found[0].answer, probability=bad[0], novelty=bad[1])

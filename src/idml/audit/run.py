@@ -20,7 +20,7 @@ from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings
-from idml.evaluation.evaluate import Counted, pixels_of
+from idml.evaluation.evaluate import Counted, load_model_pixels
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import features_of, view_features
 
@@ -73,7 +73,7 @@ def audit_run(
 
     if run != PRETRAINED and images.parts[0][0] in ("train", "all"):
         keep("the run may have learned wrong labels of images it was trained on: they rank lower than they should")
-    parts = [pixels_of(model, part, counted, keep) for _, part in images.parts]
+    parts = [load_model_pixels(model, part, counted, keep) for _, part in images.parts]
     found = find(_subject(model, str(run) == PRETRAINED, images, parts, counted))
     for line in found.notes:
         keep(line)

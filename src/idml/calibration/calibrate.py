@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.calibration.confidence import RightModel, _folds, _matrix, _out_of_fold
+from idml.calibration.confidence import ConfidenceModel, _folds, _matrix, _out_of_fold
 from idml.calibration.evidence import WITHOUT_LABELS, Profile
-from idml.calibration.open_set import Pool, Trial, draw_unknown, unseen
+from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown, load_unseen
 from idml.calibration.report import P, build_page
+from idml.calibration.risk_control import ERROR_RATES
 from idml.calibration.stored import Calibration, split_queries
 from idml.data.sampling import random_stream
 from idml.evaluation.bootstrap import Rounds, draw_classes, interval, resampled_auroc, resampled_uncertainty
-from idml.evaluation.evaluate import Candidate, _options, untaught
+from idml.evaluation.evaluate import EvaluatedModel, _options, untaught
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
 from idml.files import write_whole
 from idml.model import fingerprint
@@ -23,7 +24,6 @@ from idml.model.feature_cache import CLEAN
 
 FILES = {"labelled": "calibration.json", "unlabelled": "calibration-unlabelled.json"}
 REPORT = "calibration.html"
-ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # wished error rates that the report has a line for
 _LISTED = 50  # results of each query that are looked at: the largest result set
 _CLASSES, _QUERIES = 5, 50  # with fewer there is nothing to fit
 
@@ -63,7 +63,7 @@ def calibrate_run(
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; name the run directory that holds it: the calibration goes there")
     trained = _options(folder)
-    dataset, chosen = unseen(data, split, trained)
+    dataset, chosen = load_unseen(data, split, trained)
     notes: list[str] = []
 
     def keep(line: str) -> None:
@@ -75,14 +75,14 @@ def calibrate_run(
 
     for line in dataset.notes:
         keep(line)
-    candidate = Candidate.load(folder, dataset, None, counted, keep)
+    candidate = EvaluatedModel.load(folder, dataset, None, counted, keep)
     _require_enough(candidate, dataset.name)
     for line in untaught(trained):
         keep(line)
-    theirs = () if candidate.gallery is None else (candidate.shelf, candidate.gallery_labels)
-    pool = Pool(candidate.look(CLEAN)[1], candidate.labels, *theirs, depth=2 * _LISTED)
+    theirs = () if candidate.gallery is None else (candidate.gallery_embeddings, candidate.gallery_labels)
+    pool = QueryPool(candidate.embed_view(CLEAN)[1], candidate.labels, *theirs, depth=2 * _LISTED)
     strange = draw_unknown(candidate.labels, unknown, random_stream("unknown classes", seed))
-    trial = pool.without(strange, listed=_LISTED)
+    trial = pool.search_without(strange, listed=_LISTED)
     profile = Profile.of(pool.gallery[trial.gallery])
     fitted = {
         kind: Calibration.fit(
@@ -93,7 +93,7 @@ def calibrate_run(
             groups=trial.labels,
             known=trial.known,
             places=trial.places,
-            listed=(trial.distances, trial.alike),
+            listed=(trial.distances, trial.same_class),
             profile=profile,
             model=model,
         )
@@ -125,7 +125,7 @@ def calibrate_run(
     return {**result, "files": [str(folder / name) for name in FILES.values()], "report": str(folder / REPORT)}
 
 
-def _require_enough(candidate: Candidate, name: str) -> None:
+def _require_enough(candidate: EvaluatedModel, name: str) -> None:
     labels, gallery = candidate.labels, candidate.gallery_labels
     others = 1 if candidate.gallery is None else 0
     findable = gallery.bincount(minlength=int(labels.max()) + 1)[labels] > others
@@ -137,19 +137,19 @@ def _require_enough(candidate: Candidate, name: str) -> None:
         )
 
 
-def _figures(found: Calibration, trial: Trial, seed: int) -> dict[str, Any]:
+def _figures(found: Calibration, trial: OpenSetQueries, seed: int) -> dict[str, Any]:
     """What is known of one calibration, all but ``scores`` from the queries that it was not fitted to."""
     held = split_queries(len(trial), seed=seed)[0]
     evidence, known = trial.evidence[held], trial.known[held]
     away = {share: found.absent(evidence, share) for share in (0.01, 0.05, 0.1, 0.2)}
     return {
-        "chosen": found.right.name,
+        "chosen": found.confidence_model.name,
         "fitted": [asdict(figure) for figure in found.table],
         "counted": found.counts.total,
         "ece": found.ece,
         "bins": [asdict(b) for b in found.bins],
-        "promises": [_promise(found, error) for error in ERRORS],
-        "curve": [[error / 100, found.promise(error / 100).coverage] for error in range(1, 51)],
+        "promises": [_promise(found, error) for error in ERROR_RATES],
+        "curve": [[error / 100, found.find_guarantee(error / 100).coverage] for error in range(1, 51)],
         "sets": [_set(found, missed) for missed in (0.05, 0.1, 0.2)],
         "novelty": {
             "score": found.novelty_score,
@@ -162,7 +162,7 @@ def _figures(found: Calibration, trial: Trial, seed: int) -> dict[str, Any]:
 
 
 def _promise(found: Calibration, error: float) -> dict[str, Any]:
-    promise = found.promise(error)
+    promise = found.find_guarantee(error)
     return {
         "max_error": error,
         "possible": promise.kept,
@@ -175,7 +175,7 @@ def _promise(found: Calibration, error: float) -> dict[str, Any]:
 
 
 def _set(found: Calibration, missed: float) -> dict[str, Any]:
-    promise, size = found.promise_sets(missed), None
+    promise, size = found.find_set_guarantee(missed), None
     if promise.threshold is not None and found.sets is not None:
         size = found.sets.mean_size[found.sets.counts.thresholds.index(promise.threshold)]
     return {"max_missed": missed, "possible": promise.kept, "mean_size": size, "reason": promise.reason}
@@ -221,7 +221,7 @@ MIX, MIX_WITHOUT_U = "mix", "mix without u"
 _PENALTY = 1e-2  # of the two mixes; P chooses its own
 
 
-def compare(trial: Trial, *, labelled: bool, seed: int = 0, rounds: int = 1000) -> dict[str, Any]:
+def compare(trial: OpenSetQueries, *, labelled: bool, seed: int = 0, rounds: int = 1000) -> dict[str, Any]:
     """What each score is worth.
 
     Returns:
@@ -247,13 +247,15 @@ def compare(trial: Trial, *, labelled: bool, seed: int = 0, rounds: int = 1000) 
 Found = tuple[dict[str, float | None], dict[str, Tensor]]  # figures, and the same in every round
 
 
-def _scores(trial: Trial, labelled: bool, folds: Tensor, seed: int) -> dict[str, Tensor]:
+def _scores(trial: OpenSetQueries, labelled: bool, folds: Tensor, seed: int) -> dict[str, Tensor]:
     evidence, correct = trial.evidence, trial.correct
     singles = {n: x.double() for n, x in evidence.scores.items() if labelled or n in WITHOUT_LABELS}
     doubt = torch.zeros(len(trial), dtype=torch.float64)
     for fold in folds.unique():
         rest, held = (folds != fold).nonzero().flatten(), (folds == fold).nonzero().flatten()
-        model = RightModel.fit(evidence[rest], correct[rest], labelled=labelled, groups=trial.labels[rest], seed=seed)
+        model = ConfidenceModel.fit(
+            evidence[rest], correct[rest], labelled=labelled, groups=trial.labels[rest], seed=seed
+        )
         doubt[held] = 1 - model.probability(evidence[held])
     x = _matrix(evidence, list(singles))
     z = (x - x.mean(dim=0)) / x.std(dim=0).clamp_min(1e-12)
@@ -263,7 +265,7 @@ def _scores(trial: Trial, labelled: bool, folds: Tensor, seed: int) -> dict[str,
     return {P: doubt, **{name: _out_of_fold(part, wrong, folds, _PENALTY) for name, part in mixes.items()}, **singles}
 
 
-def _compared_figures(score: Tensor, trial: Trial, folds: Tensor, drawn: list[Rounds]) -> Found:
+def _compared_figures(score: Tensor, trial: OpenSetQueries, folds: Tensor, drawn: list[Rounds]) -> Found:
     values: dict[str, list[float | None]] = {"r_auroc": [], "augrc": [], "unknown": []}
     again: dict[str, list[Tensor]] = {name: [] for name in values}
     for fold, times in zip(folds.unique(), drawn, strict=True):

@@ -38,7 +38,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class RightModel:
+class ConfidenceModel:
     """P(right), see the head of this file. ``table`` has the figures of all candidates, ``name`` the ones taken."""
 
     name: str
@@ -71,13 +71,13 @@ class RightModel:
     @classmethod
     def fit(
         cls, evidence: Evidence, correct: Tensor, *, labelled: bool = True, groups: Tensor | None = None, seed: int = 0
-    ) -> "RightModel":
+    ) -> "ConfidenceModel":
         """Choose and fit; ``labelled=False`` uses only what a gallery without labels tells.
 
         >>> near = torch.linspace(0, 1, 200)
         >>> noise = torch.rand(200, generator=torch.Generator().manual_seed(0))
         >>> evidence = Evidence(level=noise, nearest=near, kth=1 + near, spread=noise, gap=-noise)
-        >>> model = RightModel.fit(evidence, noise > near, labelled=False)
+        >>> model = ConfidenceModel.fit(evidence, noise > near, labelled=False)
         >>> model.name, model.probability(evidence[[0, 199]]).round(decimals=1)
         ('mean of mix, mix without u', tensor([1., 0.], dtype=torch.float64))
         """

@@ -23,35 +23,35 @@ _DEPTH = 256  # neighbours kept of the search in the whole gallery
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class OpenSetQueries:
     """Queries and what was found for them, as `idml.calibration.stored.Calibration.fit` takes it.
 
     ``known`` says whether another image of the query's class is in the gallery: the only image of a class is an unknown
-    query too. ``distances`` and ``alike`` [n, listed] are those of the images listed, ∞ and False where lists end.
+    query too. ``distances`` and ``same_class`` [n, listed] are those of the images listed, ∞ and False where lists end.
     """
 
     evidence: Evidence
     labels: Tensor
     known: Tensor
     distances: Tensor
-    alike: Tensor
+    same_class: Tensor
     gallery: Tensor  # bool, the images of the whole gallery that were searched
 
     @property
     def correct(self) -> Tensor:
         """Whether the first result is of the query's class [n]."""
-        return self.alike[:, 0]
+        return self.same_class[:, 0]
 
     @property
     def places(self) -> Tensor:
         """The place of the first right image in each list [n], from 1; 0 where there is none."""
-        return torch.where(self.alike.any(dim=1), self.alike.int().argmax(dim=1) + 1, 0)
+        return torch.where(self.same_class.any(dim=1), self.same_class.int().argmax(dim=1) + 1, 0)
 
     def __len__(self) -> int:
         return len(self.labels)
 
 
-class Pool:
+class QueryPool:
     """Queries, their classes [n], and a gallery; without one, each query is searched among the others."""
 
     def __init__(
@@ -68,11 +68,11 @@ class Pool:
         self.gallery_labels = labels if gallery_labels is None else gallery_labels
         self.found = nearest(queries, depth, gallery=gallery)
 
-    def without(self, unknown: Tensor, *, listed: int = SEEN) -> Trial:
+    def search_without(self, unknown: Tensor, *, listed: int = SEEN) -> OpenSetQueries:
         """The trial in which the classes ``unknown`` are not in the gallery; ``listed`` images are kept of each list.
 
-        >>> pool = Pool(Embeddings.certain(torch.eye(3)[[0, 0, 1, 1, 2]]), torch.tensor([0, 0, 1, 1, 2]))
-        >>> trial = pool.without(torch.tensor([1]))
+        >>> pool = QueryPool(Embeddings.certain(torch.eye(3)[[0, 0, 1, 1, 2]]), torch.tensor([0, 0, 1, 1, 2]))
+        >>> trial = pool.search_without(torch.tensor([1]))
         >>> trial.known, trial.correct
         (tensor([ True,  True, False, False, False]), tensor([ True,  True, False, False, False]))
         """
@@ -89,9 +89,9 @@ class Pool:
             indices=indices[:, :listed],
             searched=f"{SEEN} nearest, euclidean",
         )
-        alike = (near == self.labels.unsqueeze(1)) & (indices >= 0)
+        same_class = (near == self.labels.unsqueeze(1)) & (indices >= 0)
         known = counts - there.long() > 0 if self.alone else counts > 0
-        return Trial(evidence, self.labels, known, distances[:, :listed], alike[:, :listed], there)
+        return OpenSetQueries(evidence, self.labels, known, distances[:, :listed], same_class[:, :listed], there)
 
     def _within(self, there: Tensor, k: int) -> Neighbours:
         """The k nearest of each query among the gallery images that are ``there``; −1 and ∞ where there are fewer."""
@@ -143,7 +143,7 @@ def draw_unknown(labels: Tensor, share: float, generator: torch.Generator) -> Te
 _OWN_IMAGES = ("folder", "csv")  # what these name lies at a path; every other word names one data set wherever it is
 
 
-def unseen(data: str, split: str | None, trained: dict[str, Any]) -> tuple[Dataset, str]:
+def load_unseen(data: str, split: str | None, trained: dict[str, Any]) -> tuple[Dataset, str]:
     """The test images of ``data`` whose classes a run has not seen, and the split they come from.
 
     ``trained`` are the run's own options. If it was trained on ``data``, ``split`` is by default the run's own, and

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from idml.calibration.evidence import Profile
 
+ERROR_RATES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # those that reports and the search page offer
+
 
 def upper_bound(wrong: int, total: int, level: float) -> float:
     """Clopper–Pearson: the rate that the true one exceeds with probability ``level`` at most.
@@ -86,7 +88,7 @@ def sequential_test(p: Sequence[float], level: float, starts: Sequence[int] = (0
 
 
 @dataclass(frozen=True)
-class Promise:
+class RiskGuarantee:
     """The lowest threshold that keeps a promise, or the reason why none does.
 
     Answer where P ≥ ``threshold``: with probability ``confidence`` over the calibration queries, at most ``max_error``
@@ -140,15 +142,15 @@ class Counts:
             tuple(thresholds), tuple(answered.tolist()), tuple((answered - sound).tolist()), len(p), tuple(starts)
         )
 
-    def promise(self, max_error: float, confidence: float, *, what: str = "wrong answers") -> Promise:
+    def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong answers") -> RiskGuarantee:
         """The lowest threshold at which at most ``max_error`` of the answers are wrong, see the head of this file.
 
         It holds for each ``max_error`` by itself, if that is chosen without looking at this sample.
 
         >>> counts = Counts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
-        >>> counts.promise(0.05, 0.9).threshold
+        >>> counts.find_guarantee(0.05, 0.9).threshold
         0.9
-        >>> counts.promise(0.01, 0.9).reason
+        >>> counts.find_guarantee(0.01, 0.9).reason
         'cannot promise at most 1 % wrong answers here: 100 calibration queries, and 384 are needed at best'
         """
         level = 1 - _rate("confidence", confidence)
@@ -162,9 +164,11 @@ class Counts:
                 why += f"{self.total} calibration queries, and {needed} are needed at best"
             else:
                 why += f"there were too many in the calibration; {self._least(level)}"
-            return Promise(max_error, confidence, None, self.total, needed, reason=why)
+            return RiskGuarantee(max_error, confidence, None, self.total, needed, reason=why)
         i = max(j for j, ok in enumerate(passed) if ok)
-        return Promise(max_error, confidence, self.thresholds[i], self.total, needed, self.answered[i], self.wrong[i])
+        return RiskGuarantee(
+            max_error, confidence, self.thresholds[i], self.total, needed, self.answered[i], self.wrong[i]
+        )
 
     def _passed(self, max_error: float, level: float) -> list[bool]:
         return sequential_test(p_values(self.wrong, self.answered, max_error), level, self.starts)

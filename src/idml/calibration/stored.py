@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idml.calibration.confidence import Figure, RightModel, isotonic
+from idml.calibration.confidence import ConfidenceModel, Figure, isotonic
 from idml.calibration.evidence import Evidence, Profile
 from idml.calibration.risk_control import (
     Bin,
     Counts,
     Drift,
-    Promise,
+    RiskGuarantee,
     conformal_p,
     drift,
     expected_calibration_error,
@@ -45,7 +45,7 @@ from idml.files import read_record, write_record
 
 
 @dataclass(frozen=True)
-class Alike:
+class MatchCurve:
     """P falls with the distance and is linear between the ``knots``; beyond the last ones it stays as it is there."""
 
     knots: tuple[float, ...]
@@ -59,7 +59,7 @@ class Alike:
             raise ValueError("the curve of single results does not fall from knot to knot")
 
     @classmethod
-    def fit(cls, distances: Tensor, alike: Tensor) -> "Alike":
+    def fit(cls, distances: Tensor, alike: Tensor) -> "MatchCurve":
         """Isotonic regression over all results listed for some queries.
 
         Args:
@@ -69,7 +69,7 @@ class Alike:
         Where the m nearest are all alike, P is (m + 1)/(m + 2), and 1/(m + 2) where the m farthest are all different
         (Laplace's rule of succession): a few results never make certainty.
 
-        >>> curve = Alike.fit(torch.tensor([[0.1, 0.2, 0.5, 0.9]]), torch.tensor([[True, True, False, False]]))
+        >>> curve = MatchCurve.fit(torch.tensor([[0.1, 0.2, 0.5, 0.9]]), torch.tensor([[True, True, False, False]]))
         >>> curve.probability(torch.tensor([0.0, 0.1, 0.9]))
         tensor([0.7500, 0.7500, 0.2500], dtype=torch.float64)
         """
@@ -97,7 +97,7 @@ class Alike:
         return torch.as_tensor(np.interp(d.numpy(), self.knots, self.shares), dtype=torch.float64)
 
 
-_KIND, _VERSION = "idml calibration", 3
+_KIND, _VERSION = "idml calibration", 4
 # Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (wished
 # errors 5, 10, 20 %, unknown 0, 25, 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more;
 # one start answered more where it was the right one, and next to nothing where it was not. With enough queries they
@@ -126,14 +126,14 @@ class Calibration:
     labelled: bool
     unknown: float
     """The share of the queries whose class was not in the gallery: promises are for no more than about that."""
-    right: RightModel
+    confidence_model: ConfidenceModel
     counts: Counts
     bins: tuple[Bin, ...]
     novelty_score: str
     novelty_reference: tuple[float, ...]
-    usual: dict[str, tuple[float, ...]]
+    percentiles: dict[str, tuple[float, ...]]
     sets: Sets | None
-    alike: Alike | None
+    match_curve: MatchCurve | None
     profile: Profile | None
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class Calibration:
             known: bool [n], the query's class is in the gallery; all are if not given.
             places: `first_right` of ``evidence.indices`` [n], for result sets of adaptive size.
             listed: distances of the images listed [n, m], and whether each is of the query's class, for
-                `pair_probability`.
+                `match_probability`.
             profile: of the gallery, to see later whether it has changed.
             model: the fingerprint of the model.
             held_out: the share of queries that are counted, not fitted.
@@ -183,10 +183,10 @@ class Calibration:
             raise ValueError(f"{int((correct & ~known).sum())} unknown queries are marked as answered right")
         held, used = split_queries(n, held_out, seed)
         theirs = None if groups is None else groups[used]
-        right = RightModel.fit(evidence[used], correct[used], labelled=labelled, groups=theirs, seed=seed)
-        p, p_fit = right.probability(evidence[held]), right.probability(evidence[used])
-        score = _novelty_score(right, evidence[used], known[used])
-        reference = _novelty(right, score, evidence[held])[known[held]]
+        model_of_p = ConfidenceModel.fit(evidence[used], correct[used], labelled=labelled, groups=theirs, seed=seed)
+        p, p_fit = model_of_p.probability(evidence[held]), model_of_p.probability(evidence[used])
+        score = _novelty_score(model_of_p, evidence[used], known[used])
+        reference = _novelty(model_of_p, score, evidence[held])[known[held]]
         chosen = torch.randperm(len(reference), generator=torch.Generator().manual_seed(seed))[:_REFERENCE]
         sets = None
         if places is not None:
@@ -196,21 +196,21 @@ class Calibration:
             searched=evidence.searched,
             labelled=labelled,
             unknown=float((~known).double().mean()),
-            right=right,
+            confidence_model=model_of_p,
             counts=Counts.of(p, correct[held], *_thresholds(p_fit)),
             bins=tuple(reliability(p, correct[held])) if len(p) else (),
             novelty_score=score,
             novelty_reference=tuple(reference[chosen].sort().values.tolist()),
-            usual={name: _percentiles(x[used]) for name, x in evidence.scores.items()},
+            percentiles={name: _percentiles(x[used]) for name, x in evidence.scores.items()},
             sets=sets,
-            alike=None if listed is None else Alike.fit(listed[0][used], listed[1][used]),
+            match_curve=None if listed is None else MatchCurve.fit(listed[0][used], listed[1][used]),
             profile=profile,
         )
 
     @property
     def table(self) -> tuple[Figure, ...]:
         """Every single score and the mixes, with their cross-validated figures."""
-        return self.right.table
+        return self.confidence_model.table
 
     @property
     def ece(self) -> float | None:
@@ -221,15 +221,15 @@ class Calibration:
         """P(the first result is right) [n]."""
         if evidence.searched != self.searched:
             raise ValueError(f"calibrated for {self.searched!r}, but the evidence comes from {evidence.searched!r}")
-        return self.right.probability(evidence)
+        return self.confidence_model.probability(evidence)
 
-    def promise(self, max_error: float, confidence: float = 0.9) -> Promise:
+    def find_guarantee(self, max_error: float, confidence: float = 0.9) -> RiskGuarantee:
         """The threshold on P that keeps wrong answers at ``max_error`` or below, if there is one."""
-        return self.counts.promise(max_error, confidence)
+        return self.counts.find_guarantee(max_error, confidence)
 
     def novelty(self, evidence: Evidence) -> Tensor:
         """The p-value of "the query's class is in the gallery" [n]: p ≤ a for at most a share a of known queries."""
-        return conformal_p(_novelty(self.right, self.novelty_score, evidence), self.novelty_reference)
+        return conformal_p(_novelty(self.confidence_model, self.novelty_score, evidence), self.novelty_reference)
 
     def absent(self, evidence: Evidence, share: float) -> Tensor:
         """Which queries are not in the collection, as far as can be told [n]; at most ``share`` of the known ones.
@@ -239,27 +239,27 @@ class Calibration:
         """
         return (self.novelty(evidence) <= share) & (self.probability(evidence) < _LIKELY)
 
-    def promise_sets(self, max_error: float, confidence: float = 0.9) -> Promise:
+    def find_set_guarantee(self, max_error: float, confidence: float = 0.9) -> RiskGuarantee:
         """The doubt (``threshold``) at which at most ``max_error`` of the known queries' sets miss, if there is one."""
         if self.sets is None:
             raise ValueError("this calibration knows nothing about result sets: it was fitted without places")
-        return self.sets.counts.promise(max_error, confidence, what="result sets without a right image")
+        return self.sets.counts.find_guarantee(max_error, confidence, what="result sets without a right image")
 
     def set_sizes(self, evidence: Evidence, doubt: float) -> Tensor:
-        """The size of each query's result set at a doubt that `promise_sets` gave [n]."""
+        """The size of each query's result set at a doubt that `find_set_guarantee` gave [n]."""
         if self.sets is None:
             raise ValueError("this calibration knows nothing about result sets: it was fitted without places")
         return set_sizes(self.probability(evidence), self.sets.still_wrong, doubt)
 
-    def pair_probability(self, distances: Tensor) -> Tensor:
+    def match_probability(self, distances: Tensor) -> Tensor:
         """P(an image listed at this distance is of the query's class), of the distances' shape; it falls with them."""
-        if self.alike is None:
+        if self.match_curve is None:
             raise ValueError("this calibration knows nothing about single results: it was fitted without their lists")
-        return self.alike.probability(distances)
+        return self.match_curve.probability(distances)
 
     def position(self, name: str, values: Tensor) -> Tensor:
         """The share of the fitting queries whose score ``name`` is smaller [n]: 1 is more extreme than all of them."""
-        marks = torch.tensor(self.usual[name], dtype=torch.float64)
+        marks = torch.tensor(self.percentiles[name], dtype=torch.float64)
         return torch.searchsorted(marks, values.detach().cpu().double().contiguous()) / len(marks)
 
     def drift(self, now: Profile) -> Drift:
@@ -298,14 +298,14 @@ def _thresholds(p: Tensor) -> tuple[list[float], list[int]]:
     return [*falling[rows[:-1]].tolist(), 0.0], [steps.index(start) for start in starts]
 
 
-def _novelty_score(right: RightModel, evidence: Evidence, known: Tensor) -> str:
+def _novelty_score(right: ConfidenceModel, evidence: Evidence, known: Tensor) -> str:
     """The score that tells unknown queries best; the nearest distance if there are none to tell."""
     if bool(known.all()) or not bool(known.any()):
         return "nearest"
     return max(("nearest", "kth", "doubt"), key=lambda name: auroc(_novelty(right, name, evidence), ~known))
 
 
-def _novelty(right: RightModel, name: str, evidence: Evidence) -> Tensor:
+def _novelty(right: ConfidenceModel, name: str, evidence: Evidence) -> Tensor:
     return right.doubt(evidence) if name == "doubt" else evidence.scores[name].detach().cpu().double()
 
 

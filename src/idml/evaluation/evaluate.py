@@ -28,7 +28,7 @@ from idml.evaluation.scores import (
     sigma,
     vote_disagreement,
 )
-from idml.evaluation.uncertainty import auroc
+from idml.evaluation.uncertainty import auroc, auroc_between
 from idml.files import write_whole
 from idml.metric import IntrospectiveMetric
 from idml.model import Model, fingerprint, load_model
@@ -130,10 +130,12 @@ def _evaluate(
     def counted(what: str) -> Callable[[int, int], None]:
         return lambda done, images: progress({"done": done, "images": images, "what": what})
 
-    loaded = [Candidate.load(path, dataset, metric, counted, keep) for path, metric in zip(runs, metrics, strict=True)]
+    loaded = [
+        EvaluatedModel.load(path, dataset, metric, counted, keep) for path, metric in zip(runs, metrics, strict=True)
+    ]
     candidate, config = loaded[0], loaded[0].model.config
-    train = pixels_of(candidate.model, dataset.train, counted, keep)
-    measured = measure(candidate, views, loaded[1:], fit_predictor(candidate, train, keep))
+    train = load_model_pixels(candidate.model, dataset.train, counted, keep)
+    measured = measure(candidate, views, loaded[1:], fit_error_predictor(candidate, train, keep))
     n = len(measured.rows)
     if candidate.metric is not None:
         keep("NMI is not defined with the introspective metric: k-means goes by Euclidean distances")
@@ -207,7 +209,7 @@ Counted = Callable[[str], Callable[[int, int], None]]
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class EvaluatedModel:
     """A model, the test images (queries) and, where the data set has one of its own, the gallery.
 
     Without such a gallery a query is searched among the test images as they are, itself left out by its id; a mixed
@@ -223,14 +225,14 @@ class Candidate:
     @classmethod
     def load(
         cls, run: Path, dataset: Dataset, metric: IntrospectiveMetric | None, counted: Counted, note: Note
-    ) -> "Candidate":
+    ) -> "EvaluatedModel":
         """The model of a run, and the test images at its size."""
         model = load_model(run)
         if metric is not None and model.config.uncertainty == "gaussian":
             raise ValueError(f"{run}: the introspective metric needs u, and this model gives Gaussians")
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        gallery = None if dataset.gallery is None else pixels_of(model, dataset.gallery, counted, note)
-        loaded = cls(model, pixels_of(model, dataset.test, counted, note), gallery, metric, counted)
+        gallery = None if dataset.gallery is None else load_model_pixels(model, dataset.gallery, counted, note)
+        loaded = cls(model, load_model_pixels(model, dataset.test, counted, note), gallery, metric, counted)
         found = loaded.gallery_labels.bincount(minlength=len(dataset.test.classes))[loaded.labels]
         if not bool((found > (1 if gallery is None else 0)).any()):  # said before the trunk is asked for anything
             raise ValueError(
@@ -250,11 +252,11 @@ class Candidate:
         return searched.images.labels[searched.usable]
 
     @cached_property
-    def shelf(self) -> Embeddings:
+    def gallery_embeddings(self) -> Embeddings:
         """The embeddings of the images that are searched."""
-        return self.look(CLEAN, self.gallery)[1]
+        return self.embed_view(CLEAN, self.gallery)[1]
 
-    def look(self, view: View, pixels: Pixels | None = None) -> tuple[Tensor, Embeddings]:
+    def embed_view(self, view: View, pixels: Pixels | None = None) -> tuple[Tensor, Embeddings]:
         """The features and the embeddings of the queries (or of other images) in a view, all finite."""
         pixels = pixels or self.queries
         images = pixels.images
@@ -273,7 +275,12 @@ class Candidate:
     def search(self, embeddings: Embeddings, view: View) -> NeighbourScores:
         """What is found for the queries as embedded in a view; a mixed one may find either parent's class."""
         n, device = len(embeddings), self.model.semantic.weight.device
-        queries, shelf, labels, theirs = embeddings.to(device), self.shelf.to(device), self.labels, self.gallery_labels
+        queries, shelf, labels, theirs = (
+            embeddings.to(device),
+            self.gallery_embeddings.to(device),
+            self.labels,
+            self.gallery_labels,
+        )
         everyone = torch.arange(n)
         mixed = view.kind == "mixed"
         partner = other_class(labels, view.seed) if mixed else everyone
@@ -303,7 +310,7 @@ class Candidate:
         )
 
 
-def pixels_of(model: Model, images: ImageSet, counted: Counted, note: Note) -> Pixels:
+def load_model_pixels(model: Model, images: ImageSet, counted: Counted, note: Note) -> Pixels:
     """The images at the model's working size; what cannot be read is said and left out."""
     pixels = load_pixels(images, round(model.trunk.image_size * 256 / 224), progress=counted("decoded"))
     if pixels.broken:
@@ -340,7 +347,7 @@ MIDDLE = GRADED[1::3]  # of the three strengths of each kind
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class ViewScores:
     """The queries in one view: their scores [n], larger where less certain, and whether the answer is right [n]."""
 
     scores: dict[str, Tensor]
@@ -348,35 +355,35 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class MeasuredQueries:
     """What `measure` found. The queries are the test images that have another image of their class to find."""
 
     retrieval: dict[str, float | int | None]
     rows: Tensor  # which of the usable test images are queries [n]
     labels: Tensor  # their classes [n]
-    seen: dict[str, Seen]  # by view, "clean" first
+    views: dict[str, ViewScores]  # by view, "clean" first
     embeddings: Embeddings  # of the clean queries
     found: Tensor  # their nearest images: rows of the gallery [n, k]
 
 
 def measure(
-    candidate: Candidate,
+    candidate: EvaluatedModel,
     views: Iterable[View],
-    members: Iterable[Candidate] = (),
+    members: Iterable[EvaluatedModel] = (),
     predictor: ErrorPredictor | None = None,
-) -> Measured:
+) -> MeasuredQueries:
     """Search every view's queries; ``members`` are models that vote with this one, ``predictor`` foresees errors."""
     views = (CLEAN, *views)
-    seen: dict[str, Seen] = {}
+    seen: dict[str, ViewScores] = {}
     votes: dict[str, list[Tensor]] = {}
     theirs = candidate.gallery_labels
     for view in views:
-        features, embeddings = candidate.look(view)
+        features, embeddings = candidate.embed_view(view)
         if view == CLEAN:
             retrieval = evaluate_retrieval(
                 embeddings,
                 candidate.labels,
-                gallery=None if candidate.gallery is None else candidate.shelf,
+                gallery=None if candidate.gallery is None else candidate.gallery_embeddings,
                 gallery_labels=None if candidate.gallery is None else theirs,
                 metric=candidate.metric,
                 nmi=True,
@@ -386,22 +393,22 @@ def measure(
             rows = (~answers.singleton).nonzero().flatten()
             clean, found = embeddings[rows], answers.indices[rows]
         scores = {**query_scores(candidate, features, embeddings, predictor), **answers.scores}
-        seen[str(view)] = Seen({name: score[rows] for name, score in scores.items()}, answers.correct[rows])
+        seen[str(view)] = ViewScores({name: score[rows] for name, score in scores.items()}, answers.correct[rows])
         votes[str(view)] = [theirs[answers.indices[rows, 0]]]
     for member in members:
         if not torch.equal(member.queries.usable, candidate.queries.usable):
             raise ValueError("the models of the ensemble cannot all read the same images")
         for view in views:
-            indices = member.search(member.look(view)[1], view).indices
+            indices = member.search(member.embed_view(view)[1], view).indices
             votes[str(view)].append(member.gallery_labels[indices[rows, 0]])
     for name, given in votes.items():
         if len(given) > 1:
             seen[name].scores["ensemble"] = vote_disagreement(torch.stack(given))
-    return Measured(retrieval, rows, candidate.labels[rows], seen, clean, found)
+    return MeasuredQueries(retrieval, rows, candidate.labels[rows], seen, clean, found)
 
 
 def query_scores(
-    candidate: Candidate, features: Tensor, embeddings: Embeddings, predictor: ErrorPredictor | None
+    candidate: EvaluatedModel, features: Tensor, embeddings: Embeddings, predictor: ErrorPredictor | None
 ) -> dict[str, Tensor]:
     """The scores of `idml.evaluation.scores.QUERY_ONLY` that this model has."""
     gaussian = candidate.model.config.uncertainty == "gaussian"
@@ -414,13 +421,13 @@ def query_scores(
     return scores
 
 
-def fit_predictor(candidate: Candidate, train: Pixels, note: Callable[[str], None]) -> ErrorPredictor | None:
+def fit_error_predictor(candidate: EvaluatedModel, train: Pixels, note: Callable[[str], None]) -> ErrorPredictor | None:
     """An error predictor that learned from the training images: is the nearest other one of the same class?
 
     Training images that are also test images, or alone in their class, are not used. Where all answers are right, or
     all wrong, there is nothing to learn: that is noted, and None returned.
     """
-    features, embeddings = candidate.look(CLEAN, train)
+    features, embeddings = candidate.embed_view(CLEAN, train)
     labels = train.images.labels[train.usable]
     tested = {source.name for source in candidate.queries.images.sources}
     fresh = [train.images.sources[i].name not in tested for i in train.usable.tolist()]
@@ -444,19 +451,13 @@ def fit_predictor(candidate: Candidate, train: Pixels, note: Callable[[str], Non
 # Whether ‖u‖ tells the images that are known to be ambiguous.
 
 
-def tells_ambiguous(model: Model, pixels: Pixels, *, keep: bool = False) -> dict[str, float]:
+def measure_ambiguity(model: Model, pixels: Pixels, *, keep: bool = False) -> dict[str, float]:
     """AUROC of ‖u‖ for mixed images against clean ones, and for images with a twin in another class against the rest.
 
     The second only where the data set knows its twins (glyphs). 0.5 is chance. ``keep`` is `embed_view`'s.
     """
     clean, mixed = (embed_view(model, pixels, view, keep=keep).level for view in (CLEAN, MIXED))
-    told = {"auroc_mixed": auroc_above(mixed, clean)}
+    told = {"auroc_mixed": auroc_between(mixed, clean)}
     if pixels.images.ambiguous is not None:
         told["auroc_twins"] = auroc(clean, pixels.images.ambiguous[pixels.usable])
     return told
-
-
-def auroc_above(high: Tensor, low: Tensor) -> float:
-    """P(a value of ``high`` > a value of ``low``), ties counted half."""
-    both = torch.cat([high, low])
-    return auroc(both, torch.arange(len(both)) < len(high))

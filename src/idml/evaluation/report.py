@@ -17,7 +17,7 @@ from idml.evaluation.bootstrap import (
     resampled_mean,
     resampled_uncertainty,
 )
-from idml.evaluation.evaluate import MIDDLE, Candidate, Measured, Seen
+from idml.evaluation.evaluate import MIDDLE, EvaluatedModel, MeasuredQueries, ViewScores
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty, paired_rise, risk_coverage
 from idml.report_html import drawing, page, picture, strip, table
@@ -46,12 +46,12 @@ _MEANING = (
 
 
 def build_report(
-    result: dict[str, Any], measured: Measured, candidate: Candidate, note: Callable[[str], None]
+    result: dict[str, Any], measured: MeasuredQueries, candidate: EvaluatedModel, note: Callable[[str], None]
 ) -> bytes:
     """The page; ``result`` is what `idml.evaluation.evaluate.evaluate_run` returns."""
     own = result["own_score"]
     label = "σ (mean)" if own == "sigma" else "‖u‖"
-    clean = measured.seen["clean"]
+    clean = measured.views["clean"]
     score = clean.scores[own]
     order, numbers = score.argsort(stable=True), candidate.queries.usable[measured.rows]
     count = min(_STRIP, len(order))
@@ -70,10 +70,10 @@ def build_report(
         "<p>Solid lines know the query alone, dashed lines the labelled gallery too.</p>",
         risk_coverage_curves(clean),
         f"<h2>{label} of clean, mixed and degraded images</h2>",
-        histogram({view: measured.seen[view].scores[own] for view in _SHOWN if view in measured.seen}, label),
+        histogram({view: measured.views[view].scores[own] for view in _SHOWN if view in measured.views}, label),
         "<h2>All scores</h2>",
         f"<p>{_MEANING}</p>",
-        *(_scores(result, view) for view in measured.seen),
+        *(_scores(result, view) for view in measured.views),
         f"<h2>Most certain images ({label})</h2>",
         strip(candidate.queries, numbers[order[:count]], f"the test images with the smallest {label}"),
         f"<h2>Least certain images ({label})</h2>",
@@ -130,9 +130,9 @@ def _list(lines: list[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
 
 
-def _mistakes(measured: Measured, candidate: Candidate, own: str) -> list[str]:
+def _mistakes(measured: MeasuredQueries, candidate: EvaluatedModel, own: str) -> list[str]:
     """The wrong answers of which the model is surest: the query, then its nearest images."""
-    seen = measured.seen["clean"]
+    seen = measured.views["clean"]
     order = seen.scores[own].argsort(stable=True)
     wrong = order[~seen.correct[order]][:_MISTAKES].tolist()
     if not wrong:
@@ -159,19 +159,21 @@ def _mistakes(measured: Measured, candidate: Candidate, own: str) -> list[str]:
 GROUPS = {"query_only": QUERY_ONLY, "gallery_aware": GALLERY_AWARE}
 
 
-def figures(measured: Measured, progress: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
+def figures(
+    measured: MeasuredQueries, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
     """``accuracy`` of each view, ``uncertainty`` of each score in each view, ``best`` score of each view and group.
 
     Every figure stands beside its 95 % interval over resampled classes (None where it is not defined: R-AUROC where
     all answers are right or all wrong, and every interval where the queries are of one class).
     """
     drawn = draw_classes(measured.labels)
-    clean = measured.seen["clean"]
+    clean = measured.views["clean"]
     accuracy: dict[str, Any] = {}
     uncertainty: dict[str, dict[str, Any]] = {name: {} for name in clean.scores}
     best: dict[str, Any] = {}
-    total, done = len(measured.seen) * len(uncertainty), 0
-    for view, seen in measured.seen.items():
+    total, done = len(measured.views) * len(uncertainty), 0
+    for view, seen in measured.views.items():
         right = seen.correct.double()
         accuracy[view] = {"value": float(right.mean()), "interval": _interval(resampled_mean(right, drawn), drawn)}
         rounds = {}
@@ -258,7 +260,7 @@ _POINTS = 300  # of a curve: more than a screen shows
 _IMAGES = 3000  # of a t-SNE
 
 
-def risk_coverage_curves(seen: Seen) -> str:
+def risk_coverage_curves(seen: ViewScores) -> str:
     """Errors among the answered queries against the share that is answered, a line for each score."""
     figure = _figure(10, 5)
     axes = figure.subplots()

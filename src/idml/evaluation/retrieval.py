@@ -12,11 +12,13 @@ each averaged over the queries. Neighbours are exact and ties go to the smaller 
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from idml.embeddings import Embeddings
 from idml.evaluation.knn import Names, Points, Search, numbered
 from idml.metric import IntrospectiveMetric
 
@@ -45,7 +47,7 @@ def evaluate_retrieval(
         gallery_labels: the classes of the gallery's images.
         metric: compares Embeddings; rules ``similar`` and ``off``.
         recall_at: the K of Recall@K.
-        nmi: also cluster ``embeddings`` (see `clusters`) and report the normalised mutual information with their
+        nmi: also cluster ``embeddings`` (see `cluster_rows`) and report the normalised mutual information with their
             classes, images alone in their class included; None with rule ``similar``, which k-means cannot use.
         query_ids: names of the images; a gallery image with the query's id is neither its neighbour nor in its R.
         gallery_ids: names of the gallery's images.
@@ -60,33 +62,89 @@ def evaluate_retrieval(
     >>> figures["recall@1"], figures["recall@2"], figures["queries"], figures["singletons"]
     (0.5, 1.0, 2, 2)
     """
-    recall_at = _recalls(recall_at)
-    if (gallery is None) != (gallery_labels is None):
-        raise ValueError("a gallery needs gallery_labels, and gallery_labels need a gallery")
-    search = Search(embeddings, gallery, metric, query_ids, gallery_ids)
-    device = search.first.device
-    codes = numbered("labels", labels, *(() if gallery_labels is None else (gallery_labels,)))
-    own, theirs = codes[0].to(device), codes[-1].to(device)
-    for side, given, images in (("", own, search.queries), ("gallery ", theirs, search.gallery)):
-        if len(given) != images:
-            raise ValueError(f"{len(given)} {side}labels for {images} {side}images")
-    relevant = _relevant(search, own, theirs)
-    sums = _sums(search, own, theirs, relevant, recall_at)
+    recall_at = _check_recalls(recall_at)
+    search, own, theirs = prepare_search(embeddings, labels, gallery, gallery_labels, metric, query_ids, gallery_ids)
+    relevant = count_relevant(search, own, theirs)
     queries = int((relevant > 0).sum())
     if queries == 0:
         raise ValueError(f"none of the {search.queries} images has another image of its class to find")
+    means = _query_figures(search, own, theirs, relevant, recall_at).sum(dim=0) / queries
     names = [f"recall@{k}" for k in recall_at] + ["r_precision", "map@r"]
-    figures: dict[str, float | int | None] = {
-        name: value / queries for name, value in zip(names, sums.tolist(), strict=True)
-    }
+    figures: dict[str, float | int | None] = dict(zip(names, means.tolist(), strict=True))
     if nmi and search.metric is not None:
         figures["nmi"] = None
     elif nmi:
-        figures["nmi"] = normalized_mutual_information(own, clusters(search.alpha.a, len(own.unique())))
+        figures["nmi"] = normalized_mutual_information(own, cluster_rows(search.alpha.a, len(own.unique())))
     return {**figures, "queries": queries, "singletons": search.queries - queries}
 
 
-def _relevant(search: Search, own: Tensor, theirs: Tensor) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class ClassSums:
+    """Queries of each class [c], and recall@1, R-Precision and MAP@R summed over them [3, c]."""
+
+    queries: Tensor
+    sums: Tensor
+    rows: Tensor
+    """The images that are queries [n]: those with another image of their class to find."""
+    correct: Tensor
+    """Whether the first neighbour of each query is of its class [n]."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The means over all queries."""
+        means = (self.sums.sum(dim=1) / self.queries.sum()).tolist()
+        return dict(zip(("recall@1", "r_precision", "map@r"), means, strict=True))
+
+
+def class_sums(
+    embeddings: Embeddings,
+    labels: Tensor,
+    *,
+    gallery: Embeddings | None = None,
+    gallery_labels: Tensor | None = None,
+    metric: IntrospectiveMetric | None = None,
+) -> ClassSums:
+    """Sum the figures of `evaluate_retrieval` over the queries of each class 0 … c − 1.
+
+    Intervals over resampled classes need no more than these sums.
+
+    >>> x = Embeddings.certain(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.8, 0.2], [0.0, 1.0]]))
+    >>> found = class_sums(x, torch.tensor([0, 0, 1, 1]))
+    >>> found.queries, found.sums[0], found.correct
+    (tensor([2, 2]), tensor([1., 0.], dtype=torch.float64), tensor([ True, False, False, False]))
+    """
+    search = Search(embeddings, gallery, metric)
+    theirs = labels if gallery_labels is None else gallery_labels
+    relevant = count_relevant(search, labels, theirs)
+    rows = (relevant > 0).nonzero().flatten()
+    values = _query_figures(search, labels, theirs, relevant, (1,))[rows]
+    classes = int(torch.maximum(labels.max(), theirs.max())) + 1
+    sums = torch.zeros(3, classes, dtype=torch.float64).index_add_(1, labels[rows], values.T.contiguous())
+    return ClassSums(torch.bincount(labels[rows], minlength=classes), sums, rows, values[:, 0] > 0)
+
+
+def prepare_search(
+    embeddings: Points,
+    labels: Names,
+    gallery: Points | None,
+    gallery_labels: Names | None,
+    metric: IntrospectiveMetric | None,
+    query_ids: Names | None,
+    gallery_ids: Names | None,
+) -> tuple[Search, Tensor, Tensor]:
+    """Make a search ready: the search, and the classes of the queries and of the gallery as numbers."""
+    if (gallery is None) != (gallery_labels is None):
+        raise ValueError("a gallery needs gallery_labels, and gallery_labels need a gallery")
+    search = Search(embeddings, gallery, metric, query_ids, gallery_ids)
+    codes = numbered("labels", labels, *(() if gallery_labels is None else (gallery_labels,)))
+    own, theirs = (x.to(search.first.device) for x in (codes[0], codes[-1]))
+    for side, given, images in (("", own, search.queries), ("gallery ", theirs, search.gallery)):
+        if len(given) != images:
+            raise ValueError(f"{len(given)} {side}labels for {images} {side}images")
+    return search, own, theirs
+
+
+def count_relevant(search: Search, own: Tensor, theirs: Tensor) -> Tensor:
     """R of each query: gallery images of its class, those with its id not counted."""
     classes = int(torch.maximum(own.max(), theirs.max())) + 1
     relevant = torch.bincount(theirs, minlength=classes)[own]
@@ -94,9 +152,9 @@ def _relevant(search: Search, own: Tensor, theirs: Tensor) -> Tensor:
     return relevant - torch.bincount(line[own[line] == theirs[column]], minlength=search.queries)
 
 
-def _sums(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> Tensor:
-    """Recall@K for each K, R-Precision and MAP@R, summed over the queries, in float64."""
-    sums = torch.zeros(len(recall_at) + 2, dtype=torch.float64, device=own.device)
+def _query_figures(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> Tensor:
+    """Recall@K for each K, R-Precision and MAP@R of each query [n, figures] in float64; 0 where R is 0."""
+    figures = torch.zeros(search.queries, len(recall_at) + 2, dtype=torch.float64, device=own.device)
     order = relevant.argsort(stable=True)
     order = order[relevant[order] > 0]  # queries of similar R go together, so that no list is much longer than needed
     start = 0
@@ -108,17 +166,17 @@ def _sums(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor, recall_
         r = relevant[rows].unsqueeze(1)
         found = search.ranked(max(int(r.max()), *recall_at, 1), rows)
         hits = (theirs[found.clamp_min(0)] == own[rows].unsqueeze(1)) & (found >= 0)
-        for i, k in enumerate(recall_at):
-            sums[i] += hits[:, :k].any(dim=1).sum()
+        recalls = [hits[:, :k].any(dim=1).double() for k in recall_at]
         place = torch.arange(1, found.shape[1] + 1, device=own.device)
         hits &= place <= r
         precision = hits.cumsum(dim=1).double() / place  # P(i)
-        sums[-2] += (hits.sum(dim=1, keepdim=True) / r.double()).sum()
-        sums[-1] += ((precision * hits).sum(dim=1, keepdim=True) / r).sum()
-    return sums
+        r_precision = hits.sum(dim=1) / r.squeeze(1).double()
+        map_r = (precision * hits).sum(dim=1) / r.squeeze(1)
+        figures[rows] = torch.stack([*recalls, r_precision, map_r], dim=1)
+    return figures
 
 
-def clusters(x: Tensor, count: int) -> Tensor:
+def cluster_rows(x: Tensor, count: int) -> Tensor:
     """k-means from ``count`` random rows, 20 iterations, seed 0: by faiss where installed, else by scikit-learn."""
     rows = x.detach().float().cpu().contiguous().numpy()
     try:
@@ -164,7 +222,7 @@ def normalized_mutual_information(classes: Tensor, found: Tensor) -> float:
     return min(1.0, max(0.0, 2.0 * float((p * (p / independent).log()).sum()) / entropies))
 
 
-def _recalls(recall_at: Sequence[int]) -> tuple[int, ...]:
+def _check_recalls(recall_at: Sequence[int]) -> tuple[int, ...]:
     if isinstance(recall_at, str) or not isinstance(recall_at, Iterable):
         raise ValueError(f"recall_at takes a list of whole numbers, got {recall_at!r}")
     for k in recall_at:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from idml.embeddings import Embeddings, full_precision, require_finite
 from idml.evaluation.knn import Names, Neighbours, Points, Search, numbered
-from idml.evaluation.retrieval import _relevant
+from idml.evaluation.retrieval import count_relevant, prepare_search
 from idml.metric import IntrospectiveMetric
 
 QUERY_ONLY = ("level", "sigma", "semantic_norm", "feature_norm", "random_norm", "predicted_error")
@@ -102,14 +102,7 @@ def neighbour_scores(
     >>> found.scores["margin"], found.scores["disagreement"], found.correct
     (tensor([-2., -1., -4., -2.]), tensor([0.5000, 0.5000, 0.0000, 0.5000]), tensor([ True,  True, False,  True]))
     """
-    if (gallery is None) != (gallery_labels is None):
-        raise ValueError("a gallery needs gallery_labels, and gallery_labels need a gallery")
-    search = Search(embeddings, gallery, metric, query_ids, gallery_ids)
-    codes = numbered("labels", labels, *(() if gallery_labels is None else (gallery_labels,)))
-    own, theirs = (x.to(search.first.device) for x in (codes[0], codes[-1]))
-    for side, given, images in (("", own, search.queries), ("gallery ", theirs, search.gallery)):
-        if len(given) != images:
-            raise ValueError(f"{len(given)} {side}labels for {images} {side}images")
+    search, own, theirs = prepare_search(embeddings, labels, gallery, gallery_labels, metric, query_ids, gallery_ids)
     found = _seen(search, k)
     seen, near = found.indices >= 0, theirs[found.indices.clamp_min(0)]
     total, first = seen.sum(dim=1), found.distances[:, 0]
@@ -123,7 +116,7 @@ def neighbour_scores(
         "entropy": _entropy(near, seen).to(first.dtype),
         "disagreement": ((near != near[:, :1]) & seen).sum(dim=1).to(first.dtype) / total,
     }
-    return NeighbourScores(scores, near[:, 0] == own, _relevant(search, own, theirs) == 0, found.indices)
+    return NeighbourScores(scores, near[:, 0] == own, count_relevant(search, own, theirs) == 0, found.indices)
 
 
 def ensemble_disagreement(
@@ -174,7 +167,7 @@ def _seen(search: Search, k: int) -> Neighbours:
 def _other_class(search: Search, theirs: Tensor, found: Neighbours) -> Tensor:
     """d_other [n], NaN where a query sees a single class: among the neighbours found, else among 4 times as many, …"""
     first = theirs[found.indices[:, 0]]
-    of_class = _relevant(search, first, theirs)  # one more image than these is enough
+    of_class = count_relevant(search, first, theirs)  # one more image than these is enough
     other = _first_other(theirs, first, found)
     todo = (other.isnan() & (of_class < search.gallery - search.count)).nonzero().flatten()
     depth = found.indices.shape[1]

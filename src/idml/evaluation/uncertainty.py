@@ -41,6 +41,16 @@ def auroc(scores: Tensor, positive: Tensor) -> float:
     return float((less + at_most).double().mean() / (2 * len(below)))
 
 
+def auroc_between(high: Tensor, low: Tensor) -> float:
+    """P(a value of ``high`` > a value of ``low``), ties counted half.
+
+    >>> auroc_between(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 2.0]))
+    0.875
+    """
+    both = torch.cat([high, low])
+    return auroc(both, torch.arange(len(both)) < len(high))
+
+
 def evaluate_uncertainty(scores: Values, correct: Values) -> dict[str, float | None]:
     """R-AUROC, AURC and AUGRC of a score, see the head of this file.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import load_pixels
-from idml.evaluation.evaluate import tells_ambiguous
+from idml.evaluation.evaluate import measure_ambiguity
 from idml.files import write_whole
 from idml.model import load_model
 from idml.report_html import page, table
@@ -82,7 +82,7 @@ def what_u_tells(config: TrainConfig, run: Path) -> dict[str, Any]:
     model = load_model(run)
     test = load_dataset(config.data, split=config.split).test
     pixels = load_pixels(test, round(model.trunk.image_size * 256 / 224))
-    told: dict[str, Any] = dict(tells_ambiguous(model, pixels, keep=config.freeze_trunk))
+    told: dict[str, Any] = dict(measure_ambiguity(model, pixels, keep=config.freeze_trunk))
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     last = [row for row in rows if "loss" in row][-20:]
     for key in ("level_clean", "level_mixed", "level_spread", "weight"):

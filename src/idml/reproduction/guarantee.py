@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from idml.calibration.calibrate import compare
-from idml.calibration.open_set import Pool, Trial, draw_unknown
+from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown
 from idml.calibration.stored import Calibration
 from idml.data.datasets import load_dataset
 from idml.data.sampling import random_stream
-from idml.evaluation.evaluate import Candidate
+from idml.evaluation.evaluate import EvaluatedModel
 from idml.files import write_whole
 from idml.model.feature_cache import CLEAN
 from idml.reproduction import first
@@ -95,7 +95,7 @@ def reproduce_guarantee(
     return {"results": results, "table": write_tables(folder, list(results.values()))}
 
 
-def _pool(data: str, run: Path, cell: Cell, report: Report) -> Pool:
+def _pool(data: str, run: Path, cell: Cell, report: Report) -> QueryPool:
     """The embedded test images of a run, which is trained if it is not there."""
     options = {name: value for name, value in cell.options.items() if name not in ("unknown", "rounds")}
     config = from_dict({**UNTAUGHT, **options, "data": data, "out": str(run)})
@@ -106,12 +106,12 @@ def _pool(data: str, run: Path, cell: Cell, report: Report) -> Pool:
     def counted(what: str) -> Callable[[int, int], None]:
         return lambda done, total: report({"done": done, "images": total, "what": what})
 
-    candidate = Candidate.load(run, load_dataset(data, split=config.split), None, counted, lambda line: None)
-    theirs = () if candidate.gallery is None else (candidate.shelf, candidate.gallery_labels)
-    return Pool(candidate.look(CLEAN)[1], candidate.labels, *theirs)
+    candidate = EvaluatedModel.load(run, load_dataset(data, split=config.split), None, counted, lambda line: None)
+    theirs = () if candidate.gallery is None else (candidate.gallery_embeddings, candidate.gallery_labels)
+    return QueryPool(candidate.embed_view(CLEAN)[1], candidate.labels, *theirs)
 
 
-def measure(pool: Pool, cell: Cell, report: Report = lambda row: None) -> dict[str, Any]:
+def measure(pool: QueryPool, cell: Cell, report: Report = lambda row: None) -> dict[str, Any]:
     """What happens to the promises at one share of unknown queries, and what P is worth there.
 
     ``promises``: for each gallery, sample and wished error rate the sums over the rounds of what `outcome` counts;
@@ -152,11 +152,11 @@ def measure(pool: Pool, cell: Cell, report: Report = lambda row: None) -> dict[s
     }
 
 
-def _trial(pool: Pool, share: float, number: int) -> Trial:
-    return pool.without(draw_unknown(pool.labels, share, random_stream("guarantee, unknown classes", number)))
+def _trial(pool: QueryPool, share: float, number: int) -> OpenSetQueries:
+    return pool.search_without(draw_unknown(pool.labels, share, random_stream("guarantee, unknown classes", number)))
 
 
-def draw(trial: Trial, sample: str, generator: torch.Generator) -> Tensor:
+def draw(trial: OpenSetQueries, sample: str, generator: torch.Generator) -> Tensor:
     """A calibration sample, with replacement: half as many queries as there are, or half as many classes."""
     if sample == "image":
         return torch.randint(len(trial), (len(trial) // 2,), generator=generator)
@@ -166,7 +166,7 @@ def draw(trial: Trial, sample: str, generator: torch.Generator) -> Tensor:
     return torch.cat([members[i] for i in drawn])
 
 
-def outcome(found: Calibration, trial: Trial, rows: Tensor) -> dict[str, dict[str, float]]:
+def outcome(found: Calibration, trial: OpenSetQueries, rows: Tensor) -> dict[str, dict[str, float]]:
     """What a calibration on the queries ``rows`` does, for each wished error rate.
 
     ``promised``: 1 or 0; ``answered``: the share of all queries; ``error``: the true error rate (0 if nothing is
@@ -177,7 +177,7 @@ def outcome(found: Calibration, trial: Trial, rows: Tensor) -> dict[str, dict[st
     fresh[rows] = False
     p, far, out = found.probability(trial.evidence), found.absent(trial.evidence, SENT_AWAY), {}
     for wished in ERRORS:
-        threshold = found.promise(wished, 1 - DELTA).threshold
+        threshold = found.find_guarantee(wished, 1 - DELTA).threshold
         match = p >= threshold if threshold is not None else torch.zeros_like(fresh)
         wrong = match & ~trial.correct
         answered, new, new_wrong = (int(mask.sum()) for mask in (match, match & fresh, wrong & fresh))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from idml.data.augment import MIXED, View
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
-from idml.evaluation.evaluate import auroc_above
-from idml.evaluation.knn import Search
-from idml.evaluation.retrieval import clusters, normalized_mutual_information
-from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
+from idml.evaluation.retrieval import ClassSums, class_sums, cluster_rows, normalized_mutual_information
+from idml.evaluation.uncertainty import auroc, auroc_between, evaluate_uncertainty
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model, load_model
 from idml.model.feature_cache import CLEAN, embed_view, view_features
@@ -25,66 +22,18 @@ from idml.training.config import TrainConfig
 from idml.training.distributed import Processes
 from idml.training.noise import noisy_images
 
-_HITS = 1 << 22  # neighbours looked at together
 _QUANTILES = 20  # of ‖u‖, for the drawing of its levels
 _LAST = 20  # steps whose mean is what training ended with
-_FIGURES = ("recall@1", "r_precision", "map@r")
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Queries of each class [c], and recall@1, R-Precision and MAP@R summed over them [3, c]."""
-
-    queries: Tensor
-    sums: Tensor
-    rows: Tensor
-    """The images that are queries [n]: those with another of their class to find."""
-    correct: Tensor
-    """Whether the first neighbour of each query is of its class [n]."""
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """The means over all queries."""
-        means = (self.sums.sum(dim=1) / self.queries.sum()).tolist()
-        return dict(zip(_FIGURES, means, strict=True))
-
-    def stored(self) -> dict[str, list[float]]:
-        """What intervals are resampled from, small enough for a file."""
-        hits, _, map_r = self.sums.tolist()
-        return {
-            "queries": self.queries.tolist(),
-            "hits": [int(x) for x in hits],
-            "map@r": [round(x, 4) for x in map_r],
-        }
-
-
-def class_sums(
-    embeddings: Embeddings,
-    labels: Tensor,
-    *,
-    gallery: Embeddings | None = None,
-    gallery_labels: Tensor | None = None,
-    metric: IntrospectiveMetric | None = None,
-) -> Sums:
-    """The sums for each class 0 … c − 1, of the same retrieval as `idml.evaluation.evaluate_retrieval`'s."""
-    search = Search(embeddings, gallery, metric)
-    theirs = labels if gallery_labels is None else gallery_labels
-    count = int(torch.maximum(labels.max(), theirs.max())) + 1
-    relevant = torch.bincount(theirs, minlength=count)[labels] - (1 if gallery_labels is None else 0)
-    k = max(1, int(relevant.max()))
-    sums, correct = torch.zeros(3, count, dtype=torch.float64), []
-    rows = (relevant > 0).nonzero().squeeze(1)
-    for part in rows.split(max(1, _HITS // k)):
-        found, own, r = search.ranked(k, part), labels[part], relevant[part].unsqueeze(1)
-        place = torch.arange(1, found.shape[1] + 1)
-        hits = (theirs[found.clamp_min(0)] == own.unsqueeze(1)) & (found >= 0)
-        correct.append(hits[:, 0])
-        hits &= place <= r
-        precision = hits.cumsum(dim=1).double() / place
-        parts = (correct[-1].double(), (hits / r.double()).sum(dim=1), (precision * hits / r).sum(dim=1))
-        for i, values in enumerate(parts):
-            sums[i].index_add_(0, own, values)
-    return Sums(torch.bincount(labels[rows], minlength=count), sums, rows, torch.cat(correct))
+def stored_sums(found: ClassSums) -> dict[str, list[float]]:
+    """The sums that intervals are resampled from, small enough for a file."""
+    hits, _, map_r = found.sums.tolist()
+    return {
+        "queries": found.queries.tolist(),
+        "hits": [int(x) for x in hits],
+        "map@r": [round(x, 4) for x in map_r],
+    }
 
 
 def judge(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddings) -> dict[str, Any]:
@@ -103,9 +52,9 @@ def judge(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddings) -
     plain = class_sums(clean, labels, **known)
     found: dict[str, Any] = {
         "nmi": _nmi(clean, labels),
-        "classes": plain.stored(),
+        "classes": stored_sums(plain),
         **_course_of(config, run),
-        "auroc_mixed": auroc_above(mixed.level, clean.level),
+        "auroc_mixed": auroc_between(mixed.level, clean.level),
         "r_auroc": evaluate_uncertainty(clean.level[plain.rows], plain.correct)["r_auroc"],
         "levels": {"clean": _levels(clean.level), "mixed": _levels(mixed.level)},
     }
@@ -117,7 +66,7 @@ def judge(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddings) -
         found["auroc_wrong"] = auroc(embedded(pixels).level, wrong[pixels.usable])
     if config.method in ("idml", "ism") and config.rule == "similar" and config.beta == "sum":
         softened = class_sums(clean, labels, **known, metric=IntrospectiveMetric(config.tau, config.gamma))
-        found["introspective"] = {"selected": softened.figures, "classes": softened.stored()}
+        found["introspective"] = {"selected": softened.figures, "classes": stored_sums(softened)}
     return found
 
 
@@ -133,7 +82,7 @@ def judge_raw(dataset: Dataset, base: Mapping[str, Any]) -> dict[str, Any]:
     labels = [pixels.images.labels[pixels.usable] for pixels in sets]
     known: dict[str, Any] = {"gallery": embeddings[1], "gallery_labels": labels[1]} if len(sets) > 1 else {}
     sums = class_sums(embeddings[0], labels[0], **known)
-    figures = {"selected": sums.figures, "nmi": _nmi(embeddings[0], labels[0]), "classes": sums.stored()}
+    figures = {"selected": sums.figures, "nmi": _nmi(embeddings[0], labels[0]), "classes": stored_sums(sums)}
     return {**figures, "images_seen": 0}
 
 
@@ -148,7 +97,7 @@ def _flat(pixels: Pixels, size: int) -> Tensor:
 
 
 def _nmi(embeddings: Embeddings, labels: Tensor) -> float:
-    return normalized_mutual_information(labels, clusters(embeddings.unit, len(labels.unique())))
+    return normalized_mutual_information(labels, cluster_rows(embeddings.unit, len(labels.unique())))
 
 
 def _levels(level: Tensor) -> list[float]:

@@ -10,9 +10,16 @@ from typing import Any
 
 from idml.data.augment import MIXED
 from idml.data.datasets import load_dataset
-from idml.evaluation.evaluate import MIDDLE, Candidate, Measured, auroc_above, fit_predictor, measure, pixels_of
+from idml.evaluation.evaluate import (
+    MIDDLE,
+    EvaluatedModel,
+    MeasuredQueries,
+    fit_error_predictor,
+    load_model_pixels,
+    measure,
+)
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
-from idml.evaluation.uncertainty import evaluate_uncertainty, paired_rise
+from idml.evaluation.uncertainty import auroc_between, evaluate_uncertainty, paired_rise
 from idml.reproduction.first import FROZEN
 from idml.reproduction.grid import Cell, interval_text, run_cells, write_table
 from idml.training.config import TrainConfig
@@ -38,20 +45,20 @@ def judge(config: TrainConfig, run: Path) -> dict[str, Any]:
     def silent(what: str) -> Callable[[int, int], None]:
         return lambda done, total: None
 
-    candidate = Candidate.load(run, dataset, None, silent, lambda line: None)
-    train = pixels_of(candidate.model, dataset.train, silent, lambda line: None)
-    measured = measure(candidate, (MIXED, *MIDDLE), predictor=fit_predictor(candidate, train, lambda line: None))
-    return {"queries": len(measured.rows), "views": {view: _figures(measured, view) for view in measured.seen}}
+    candidate = EvaluatedModel.load(run, dataset, None, silent, lambda line: None)
+    train = load_model_pixels(candidate.model, dataset.train, silent, lambda line: None)
+    measured = measure(candidate, (MIXED, *MIDDLE), predictor=fit_error_predictor(candidate, train, lambda line: None))
+    return {"queries": len(measured.rows), "views": {view: _figures(measured, view) for view in measured.views}}
 
 
-def _figures(measured: Measured, view: str) -> dict[str, Any]:
-    seen, clean = measured.seen[view], measured.seen["clean"]
+def _figures(measured: MeasuredQueries, view: str) -> dict[str, Any]:
+    seen, clean = measured.views[view], measured.views["clean"]
     rows: dict[str, Any] = {"accuracy": float(seen.correct.double().mean())}
     for name, score in seen.scores.items():
         rows[name] = evaluate_uncertainty(score, seen.correct)
         if view != "clean":
             before = clean.scores[name]
-            rows[name] |= {"detects": auroc_above(score, before), "rises": paired_rise(before, score)}
+            rows[name] |= {"detects": auroc_between(score, before), "rises": paired_rise(before, score)}
     return rows
 
 

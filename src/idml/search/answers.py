@@ -19,7 +19,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from idml.calibration.evidence import Evidence, Profile
-from idml.calibration.risk_control import Promise, conformal_p
+from idml.calibration.risk_control import RiskGuarantee, conformal_p
 from idml.calibration.stored import Calibration
 
 _BLURRED = 0.9  # a query with a higher ‖u‖ than this share of the calibration's is called blurred or ambiguous
@@ -52,16 +52,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RiskTargets:
     """What the user asks for: at most these shares of wrong answers, of known queries sent away, of sets that miss."""
 
     max_error: float = 0.05
     confidence: float = 0.9
-    max_sent_away: float = 0.05
+    max_rejected: float = 0.05
     max_missed: float | None = None
 
     def __post_init__(self) -> None:
-        asked = {"max_error": self.max_error, "confidence": self.confidence, "max_sent_away": self.max_sent_away}
+        asked = {"max_error": self.max_error, "confidence": self.confidence, "max_rejected": self.max_rejected}
         if self.max_missed is not None:
             asked["max_missed"] = self.max_missed
         for name, x in asked.items():
@@ -72,7 +72,7 @@ class Wishes:
 def answer(
     evidence: Evidence,
     calibration: Calibration | None = None,
-    wishes: Wishes | None = None,
+    targets: RiskTargets | None = None,
     *,
     profile: Profile | None = None,
 ) -> list[Answer]:
@@ -81,7 +81,7 @@ def answer(
     Args:
         evidence: of the queries, from the gallery's search.
         calibration: for this model and this kind of gallery; without it answers are marked uncalibrated.
-        wishes: what is asked for; at most 5 % wrong answers if not given.
+        targets: what is asked for; at most 5 % wrong answers if not given.
         profile: of the gallery; used only without a calibration.
 
     >>> import torch
@@ -89,16 +89,16 @@ def answer(
     >>> answer(found, profile=Profile(100, tuple(i / 200 for i in range(100))))[0].state
     <State.NOVEL: 'not in the collection'>
     """
-    wishes = wishes or Wishes()
+    targets = targets or RiskTargets()
     if calibration is None:
         return _uncalibrated(evidence, profile)
     p, novelty = calibration.probability(evidence), calibration.novelty(evidence)
-    absent = calibration.absent(evidence, wishes.max_sent_away).tolist()
-    promise = calibration.promise(wishes.max_error, wishes.confidence)
+    absent = calibration.absent(evidence, targets.max_rejected).tolist()
+    promise = calibration.find_guarantee(targets.max_error, targets.confidence)
     reasons = _doubts(evidence, calibration)
     sizes: list[int | None] = [None] * len(evidence)
-    if wishes.max_missed is not None:
-        sets = calibration.promise_sets(wishes.max_missed, wishes.confidence)
+    if targets.max_missed is not None:
+        sets = calibration.find_set_guarantee(targets.max_missed, targets.confidence)
         if sets.threshold is not None:
             sizes = list(calibration.set_sizes(evidence, sets.threshold).tolist())
     out = []
@@ -107,7 +107,7 @@ def answer(
             state, reason = State.MATCH, "clear match"
         elif away:
             state, reason = State.NOVEL, "far from everything"
-        elif usual <= wishes.max_sent_away:
+        elif usual <= targets.max_rejected:
             state, reason = State.UNSURE, "unlike most that belongs here, yet the first result is likely right"
         else:
             state, reason = State.UNSURE, why or _too_low(chance, promise)
@@ -118,7 +118,9 @@ def answer(
 def _doubts(evidence: Evidence, calibration: Calibration) -> list[str]:
     """For each query what makes it doubtful, the most unusual of its scores; empty if none is."""
     level = calibration.position("level", evidence.level)
-    varies = calibration.usual["level"][0] < calibration.usual["level"][-1]  # a model without u says nothing by it
+    varies = (
+        calibration.percentiles["level"][0] < calibration.percentiles["level"][-1]
+    )  # a model without u says nothing by it
     margin, words = (
         (evidence.gap, "two images tie") if not calibration.labelled else (evidence.margin, "two classes tie")
     )
@@ -134,7 +136,7 @@ def _doubts(evidence: Evidence, calibration: Calibration) -> list[str]:
     ]
 
 
-def _too_low(chance: float, promise: Promise) -> str:
+def _too_low(chance: float, promise: RiskGuarantee) -> str:
     if promise.threshold is None:
         return promise.reason
     return f"not certain enough: {100 * chance:.0f} % where {100 * promise.threshold:.0f} % is needed"

@@ -11,10 +11,10 @@ from pathlib import Path
 from PIL import Image
 
 from idml.calibration.evidence import Profile
-from idml.calibration.risk_control import Promise
+from idml.calibration.risk_control import ERROR_RATES, RiskGuarantee
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
-from idml.search.answers import Answer, State, Wishes
+from idml.search.answers import Answer, RiskTargets, State
 from idml.search.embedder import Embedder, Runtime, open_embedder
 from idml.search.engines import Added, Engine, Properties
 from idml.search.gallery_folder import MODEL, Calibrations, Upload, carried, carry, carry_later
@@ -24,7 +24,6 @@ from idml.search.shelf import Shelf
 
 __all__ = ["Added", "Gallery", "Reply", "Result", "Status", "Upload", "open_engine", "open_or_create"]
 
-ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TRIES = 5  # searches of a gallery that changes meanwhile
 
 
@@ -118,11 +117,11 @@ class Gallery(Shelf):
         all_labelled = counts.items == counts.labelled
         return self._calibrations.labelled if all_labelled else self._calibrations.unlabelled
 
-    def search(self, images: Sequence[Image.Image], k: int = 10, wishes: Wishes | None = None) -> list[Reply]:
+    def search(self, images: Sequence[Image.Image], k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
         """The reply to each RGB image (`decode_image` gives them), with up to ``k`` results."""
-        return self.reply(self.embedder.embed(images), k, wishes) if len(images) else []
+        return self.reply(self.embedder.embed(images), k, targets) if len(images) else []
 
-    def reply(self, queries: Embeddings, k: int = 10, wishes: Wishes | None = None) -> list[Reply]:
+    def reply(self, queries: Embeddings, k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
         """The reply to each query that the gallery's model has embedded."""
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a whole number above 0, got {k!r}")
@@ -131,7 +130,7 @@ class Gallery(Shelf):
                 empty = Answer(State.NOVEL, "the collection is empty", False)
                 return [Reply(empty, (), level, False, ()) for level in queries.level.tolist()]
             try:
-                return reply(self.engine, queries, k, wishes or Wishes(), self._setting())
+                return reply(self.engine, queries, k, targets or RiskTargets(), self._setting())
             except Vanished:
                 with self.still:  # whoever changes it here is done then
                     if self.roots is None:  # in Milvus it may have been somebody else
@@ -171,10 +170,10 @@ class Gallery(Shelf):
         unknown = None if calibration is None else calibration.unknown
         return Status(*counts, model, calibration is not None, unknown, drift, self.writable)
 
-    def promises(self, errors: Sequence[float] = ERRORS, confidence: float = 0.9) -> list[Promise]:
+    def guarantees(self, errors: Sequence[float] = ERROR_RATES, confidence: float = 0.9) -> list[RiskGuarantee]:
         """What can be promised for each wished error rate; nothing if the gallery is not calibrated."""
         calibration = self.calibration
-        return [] if calibration is None else [calibration.promise(error, confidence) for error in errors]
+        return [] if calibration is None else [calibration.find_guarantee(error, confidence) for error in errors]
 
 
 def open_or_create(place: Place, run: Place, *, runtime: Runtime = "torch") -> Gallery:

@@ -14,7 +14,7 @@ from torch import Tensor
 from idml.calibration.evidence import Evidence, Profile, evidence_from_lists
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
-from idml.search.answers import Answer, Wishes, answer
+from idml.search.answers import Answer, RiskTargets, answer
 from idml.search.engines import DamagedGallery, Engine, Found, Item
 
 LISTED = 10
@@ -76,7 +76,7 @@ class Setting:
     notes: tuple[str, ...]
 
 
-def reply(engine: Engine, queries: Embeddings, k: int, wishes: Wishes, setting: Setting) -> list[Reply]:
+def reply(engine: Engine, queries: Embeddings, k: int, targets: RiskTargets, setting: Setting) -> list[Reply]:
     """The reply to each query; `Vanished` if the gallery changes meanwhile."""
     found = engine.search(queries, max(LISTED, k))
     if found.distances.shape[1] == 0:
@@ -85,10 +85,10 @@ def reply(engine: Engine, queries: Embeddings, k: int, wishes: Wishes, setting: 
     _look_up(engine, found, known)
     calibration = setting.calibration
     evidence = _evidence(queries, found, known, setting.labelled)
-    answers = answer(evidence, calibration, wishes, profile=setting.profile)
+    answers = answer(evidence, calibration, targets, profile=setting.profile)
     notes = setting.notes
-    if calibration is not None and wishes.max_missed is not None:
-        why = calibration.promise_sets(wishes.max_missed, wishes.confidence).reason
+    if calibration is not None and targets.max_missed is not None:
+        why = calibration.find_set_guarantee(targets.max_missed, targets.confidence).reason
         notes += (why,) if why else ()
     lists = [list(zip(ids, d, strict=True)) for ids, d in zip(found.ids, found.distances.tolist(), strict=True)]
     _deepen(engine, queries, k, answers, lists, known)
@@ -199,9 +199,9 @@ def _results(
     calibration: Calibration | None,
 ) -> tuple[Result, ...]:
     chances: list[float | None] = [None] * len(groups)
-    if first is not None and calibration is not None and calibration.alike is not None:
+    if first is not None and calibration is not None and calibration.match_curve is not None:
         distances = torch.tensor([listed[group[0]][1] for group in groups])
-        chances = [min(first, p) for p in calibration.pair_probability(distances).tolist()]
+        chances = [min(first, p) for p in calibration.match_probability(distances).tolist()]
     chances[0] = first
     out = []
     for group, chance in zip(groups, chances, strict=True):

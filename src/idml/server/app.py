@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import idml
-from idml.search.answers import Wishes
+from idml.search.answers import RiskTargets
 from idml.server.limits import Limits
 from idml.server.metrics import CONTENT_TYPE, Metrics
 from idml.server.page import Files, open_picture, picture_headers
@@ -159,7 +159,7 @@ def _add_search(app: FastAPI, service: Service) -> None:
         """
         fields = await read_form(request, ("image",))
         started = perf_counter()
-        reply = await service.search(fields["image"], k, Wishes(max_error=max_error, max_missed=max_missed))
+        reply = await service.search(fields["image"], k, RiskTargets(max_error=max_error, max_missed=max_missed))
         return _json(Answered.of(reply, perf_counter() - started))
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from idml.server.responses import number, text
 
 if TYPE_CHECKING:
-    from idml.calibration.risk_control import Promise
+    from idml.calibration.risk_control import RiskGuarantee
     from idml.search.engines import Item
     from idml.search.gallery import Gallery, Reply
     from idml.search.gallery import Result as Found
@@ -38,7 +38,7 @@ class Promised(BaseModel):
     reason: str
 
     @classmethod
-    def of(cls, promise: "Promise") -> "Promised":
+    def of(cls, promise: "RiskGuarantee") -> "Promised":
         """As the calibration gives it."""
         return cls(
             max_error=promise.max_error,
@@ -79,7 +79,7 @@ class About(BaseModel):
             unknown_share=number(status.unknown_share),
             drift=status.drift,
             writable=status.writable,
-            promises=[Promised.of(promise) for promise in gallery.promises()],
+            promises=[Promised.of(promise) for promise in gallery.guarantees()],
         )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from idml.search.answers import Wishes
+from idml.search.answers import RiskTargets
 from idml.search.gallery_folder import Upload
 from idml.server.limits import Limits, Room
 from idml.server.metrics import Metrics
@@ -102,13 +102,13 @@ class Service:
         self._mapper.shutdown(wait=False, cancel_futures=True)
         self.gallery.close()
 
-    async def search(self, data: bytes, k: int, wishes: Wishes) -> "Reply":
+    async def search(self, data: bytes, k: int, targets: RiskTargets) -> "Reply":
         """The reply to an uploaded image."""
         with self._admitted():
             head = await self._run(self._decoders, look, io.BytesIO(data))
             async with self._room.taken(head.pixels):
                 image = await self._run(self._decoders, decode, data)
-                reply = await self._batcher.ask(image, k, wishes)
+                reply = await self._batcher.ask(image, k, targets)
         self._metrics.answered(reply.answer.state.value)
         return reply
 
@@ -192,8 +192,8 @@ class Service:
         finally:
             self._state += 1
 
-    def _search(self, images: Sequence["Image"], k: int, wishes: Wishes) -> list["Reply"]:
-        return self.gallery.search(images, k, wishes)
+    def _search(self, images: Sequence["Image"], k: int, targets: RiskTargets) -> list["Reply"]:
+        return self.gallery.search(images, k, targets)
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
         """What ``make`` gives, made once for each state of the gallery."""
@@ -249,14 +249,14 @@ def _closing() -> Refusal:
 # Queries that arrive together are embedded and searched together, in one worker thread.
 
 
-Search = Callable[[Sequence["Image"], int, Wishes], Sequence["Reply"]]
+Search = Callable[[Sequence["Image"], int, RiskTargets], Sequence["Reply"]]
 
 
 @dataclass(eq=False)
 class _Query:
     image: "Image"
     k: int
-    wishes: Wishes
+    targets: RiskTargets
     reply: "asyncio.Future[Reply]"
 
 
@@ -264,7 +264,7 @@ class Batcher:
     """Collects queries until there are ``size``, or ``seconds`` after the first; `start` it in the event loop.
 
     Args:
-        search: answers some images with the same k and wishes.
+        search: answers some images with the same k and targets.
         worker: the thread for it.
         size: the largest batch.
         seconds: how long the first query waits for others.
@@ -289,11 +289,11 @@ class Batcher:
             self._waiting.put_nowait(None)
             await task
 
-    async def ask(self, image: "Image", k: int, wishes: Wishes) -> "Reply":
+    async def ask(self, image: "Image", k: int, targets: RiskTargets) -> "Reply":
         """The reply to one query; it raises what searching for this image raises."""
         if self._task is None:
             raise Refusal(503, "the service is shutting down", retry_after=10)
-        query = _Query(image, k, wishes, asyncio.get_running_loop().create_future())
+        query = _Query(image, k, targets, asyncio.get_running_loop().create_future())
         self._waiting.put_nowait(query)
         return await query.reply
 
@@ -326,16 +326,16 @@ class Batcher:
     def _answer(self, queries: Sequence[_Query]) -> list["Reply | Exception"]:
         """In the worker: the queries that ask for the same go together."""
         replies: dict[_Query, Reply | Exception] = {}
-        groups: dict[tuple[int, Wishes], list[_Query]] = {}
+        groups: dict[tuple[int, RiskTargets], list[_Query]] = {}
         for query in queries:
-            groups.setdefault((query.k, query.wishes), []).append(query)
+            groups.setdefault((query.k, query.targets), []).append(query)
         for group in groups.values():
             replies.update(self._together(group))
         return [replies[query] for query in queries]
 
     def _together(self, group: Sequence[_Query]) -> dict[_Query, "Reply | Exception"]:
         try:
-            found = self._search([query.image for query in group], group[0].k, group[0].wishes)
+            found = self._search([query.image for query in group], group[0].k, group[0].targets)
             return dict(zip(group, found, strict=True))
         except Exception as error:
             if len(group) == 1:

@@ -5,7 +5,7 @@ import torch
 
 from idml import Embeddings, IntrospectiveMetric
 from idml.evaluation import evaluate_retrieval
-from idml.reproduction.judging import class_sums
+from idml.evaluation.retrieval import class_sums
 
 
 @pytest.mark.parametrize("metric", [None, IntrospectiveMetric(2.0, 0.5)])
