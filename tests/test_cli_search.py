@@ -34,7 +34,7 @@ def place(tmp_path_factory):
             images[-1].save(folder / "photos" / f"c{c:02d}" / f"{n}.png")
     labels = torch.arange(CLASSES).repeat_interleave(EACH)
     pool = QueryPool(open_embedder(folder / "run").embed(images), labels)
-    trial = pool.search_without(torch.tensor([0, 1]), listed=50)
+    trial = pool.search(without=torch.tensor([0, 1]), listed=50)
     for kind, name in ((True, "calibration.json"), (False, "calibration-unlabelled.json")):
         Calibration.fit(
             trial.evidence,

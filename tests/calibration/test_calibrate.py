@@ -322,7 +322,7 @@ def test_a_mistake_is_one_line_and_stores_nothing(runs, spec, pictures, change, 
 def test_certain_embeddings_have_no_level(embedded):
     """A model without u still gives evidence: ‖u‖ = 0 everywhere says nothing and breaks nothing."""
     e, labels = embedded
-    trial = QueryPool(Embeddings.certain(e.semantic), labels).search_without(labels.unique()[:4])
+    trial = QueryPool(Embeddings.certain(e.semantic), labels).search(without=labels.unique()[:4])
     assert bool((trial.evidence.level == 0).all())
     found = compare(trial, labelled=True, rounds=20)
     assert found["scores"]["level"]["r_auroc"] == 0.5

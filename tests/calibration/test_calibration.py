@@ -67,7 +67,7 @@ def constant(n):
     return Evidence(*(torch.ones(n) for _ in range(5)))
 
 
-@pytest.mark.parametrize("confidence_model", [True, False])
+@pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 300])
 def test_all_right_or_all_wrong(right, n, tmp_path):
     for evidence in (constant(n), population(n, 0.0)[0]):

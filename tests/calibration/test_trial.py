@@ -41,7 +41,7 @@ def test_lists_without_some_classes_equal_a_search_without_them(depth, listed):
         unknown = draw_unknown(labels, 0.4, torch.Generator().manual_seed(seed))
         there = torch.tensor([int(c) not in unknown.tolist() for c in labels])
         rows = there.nonzero().flatten()
-        trial = QueryPool(e, labels, depth=depth).search_without(unknown, listed=listed)
+        trial = QueryPool(e, labels, depth=depth).search(without=unknown, listed=listed)
         ids = {"query_ids": torch.arange(150), "gallery_ids": rows}
         found = gather_evidence(e, e[rows], labels[rows], listed=max(10, listed), **ids)
         back = torch.where(found.indices < 0, -1, rows[found.indices.clamp_min(0)])[:, :listed]
@@ -60,7 +60,7 @@ def test_a_gallery_of_its_own():
     gallery, theirs = made(90, 7, 2)
     unknown = torch.tensor([0, 3])
     rows = (~torch.isin(theirs, unknown)).nonzero().flatten()
-    trial = QueryPool(queries, labels, gallery, theirs, depth=20).search_without(unknown)
+    trial = QueryPool(queries, labels, gallery, theirs, depth=20).search(without=unknown)
     found = gather_evidence(queries, gallery[rows], theirs[rows])
     equal(trial, type(found)(**found.scores, indices=rows[found.indices], searched=found.searched))
     assert trial.known.tolist() == [int(c) in theirs[rows].tolist() for c in labels]
@@ -68,7 +68,7 @@ def test_a_gallery_of_its_own():
 
 def test_small_galleries_end_in_nothing():
     e, labels = made(12, 4)
-    trial = QueryPool(e, labels).search_without(labels.unique()[:2], listed=15)
+    trial = QueryPool(e, labels).search(without=labels.unique()[:2], listed=15)
     rows = trial.gallery.nonzero().flatten()
     assert trial.distances.shape == (12, 15)
     assert (trial.distances != torch.inf).sum(dim=1).tolist() == [len(rows) - int(i in rows) for i in range(12)]
@@ -95,7 +95,7 @@ def test_unknown_classes_hold_about_the_share(seed, share, classes):
 @pytest.fixture(scope="module")
 def trial():
     e, labels = made(900, 45, 5, spread=0.9)
-    return QueryPool(e, labels).search_without(draw_unknown(labels, 0.25, torch.Generator().manual_seed(0)))
+    return QueryPool(e, labels).search(without=draw_unknown(labels, 0.25, torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("labelled", [True, False])

@@ -44,7 +44,7 @@ def pool():
 
 
 def test_samples_are_queries_or_whole_classes(pool):
-    trial = pool.search_without(torch.tensor([3, 7]))
+    trial = pool.search(without=torch.tensor([3, 7]))
     images = draw(trial, "image", random_stream("x", 0))
     assert len(images) == 600
     assert len(images.unique()) < 600  # with replacement
@@ -60,7 +60,7 @@ def test_samples_are_queries_or_whole_classes(pool):
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_outcomes_against_loops(pool, labelled):
-    trial = pool.search_without(draw_unknown(pool.labels, 0.25, random_stream("u", 0)))
+    trial = pool.search(without=draw_unknown(pool.labels, 0.25, random_stream("u", 0)))
     rows = draw(trial, "image", random_stream("x", 2))
     found = Calibration.fit(trial.evidence[rows], trial.correct[rows], labelled=labelled, known=trial.known[rows])
     p, usual = found.probability(trial.evidence).tolist(), found.novelty(trial.evidence).tolist()

@@ -65,7 +65,7 @@ def test_wishes_reach_the_gallery_and_its_answer_the_client(client, gallery, mon
 def test_promises_say_what_they_are_for(client, gallery, monkeypatch):
     """The confidence, and how many of the queries may be unknown."""
     counts = Counts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
-    monkeypatch.setattr(gallery, "promises", lambda: [counts.find_guarantee(error, 0.9) for error in (0.01, 0.05)])
+    monkeypatch.setattr(gallery, "guarantees", lambda: [counts.find_guarantee(error, 0.9) for error in (0.01, 0.05)])
     status = replace(gallery.status(), calibrated=True, unknown_share=0.25)
     monkeypatch.setattr(gallery, "status", lambda: status)
     content = client.get("/api/gallery").json()

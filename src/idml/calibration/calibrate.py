@@ -82,7 +82,7 @@ def calibrate_run(
     theirs = () if candidate.gallery is None else (candidate.gallery_embeddings, candidate.gallery_labels)
     pool = QueryPool(candidate.embed_view(CLEAN)[1], candidate.labels, *theirs, depth=2 * _LISTED)
     strange = draw_unknown(candidate.labels, unknown, random_stream("unknown classes", seed))
-    trial = pool.search_without(strange, listed=_LISTED)
+    trial = pool.search(without=strange, listed=_LISTED)
     profile = Profile.of(pool.gallery[trial.gallery])
     fitted = {
         kind: Calibration.fit(

@@ -68,15 +68,16 @@ class QueryPool:
         self.gallery_labels = labels if gallery_labels is None else gallery_labels
         self.found = nearest(queries, depth, gallery=gallery)
 
-    def search_without(self, unknown: Tensor, *, listed: int = SEEN) -> OpenSetQueries:
-        """The trial in which the classes ``unknown`` are not in the gallery; ``listed`` images are kept of each list.
+    def search(self, *, without: Tensor | None = None, listed: int = SEEN) -> OpenSetQueries:
+        """Search all queries in the gallery without the classes ``without``; ``listed`` images of each list are kept.
 
         >>> pool = QueryPool(Embeddings.certain(torch.eye(3)[[0, 0, 1, 1, 2]]), torch.tensor([0, 0, 1, 1, 2]))
-        >>> trial = pool.search_without(torch.tensor([1]))
+        >>> trial = pool.search(without=torch.tensor([1]))
         >>> trial.known, trial.correct
         (tensor([ True,  True, False, False, False]), tensor([ True,  True, False, False, False]))
         """
-        there = ~torch.isin(self.gallery_labels, unknown)
+        absent = self.gallery_labels.new_empty(0) if without is None else without
+        there = ~torch.isin(self.gallery_labels, absent)
         indices, distances = self._within(there, max(SEEN, listed))
         near = self.gallery_labels[indices.clamp_min(0)]
         counts = self.gallery_labels[there].bincount(minlength=int(self.labels.max()) + 1)[self.labels]

@@ -111,7 +111,7 @@ def class_sums(
     >>> x = Embeddings.certain(torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.8, 0.2], [0.0, 1.0]]))
     >>> found = class_sums(x, torch.tensor([0, 0, 1, 1]))
     >>> found.queries, found.sums[0], found.correct
-    (tensor([2, 2]), tensor([1., 0.], dtype=torch.float64), tensor([ True, False, False, False]))
+    (tensor([2, 2]), tensor([2., 1.], dtype=torch.float64), tensor([ True,  True, False,  True]))
     """
     search = Search(embeddings, gallery, metric)
     theirs = labels if gallery_labels is None else gallery_labels

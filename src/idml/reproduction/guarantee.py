@@ -153,7 +153,7 @@ def measure(pool: QueryPool, cell: Cell, report: Report = lambda row: None) -> d
 
 
 def _trial(pool: QueryPool, share: float, number: int) -> OpenSetQueries:
-    return pool.search_without(draw_unknown(pool.labels, share, random_stream("guarantee, unknown classes", number)))
+    return pool.search(without=draw_unknown(pool.labels, share, random_stream("guarantee, unknown classes", number)))
 
 
 def draw(trial: OpenSetQueries, sample: str, generator: torch.Generator) -> Tensor:
