@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from idml.data.datasets import load_dataset
+from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric
@@ -50,7 +51,7 @@ def measure(data: str, steps: int, workers: int) -> dict[str, float]:
     model = build_model(image_size=SIZE)
     loss = build_loss("multi_similarity", metric=IntrospectiveMetric(rule="off"))
     optimizer, processes = build_optimiser(model, loss, config), Processes()
-    side = round(SIZE * 256 / 224)
+    side = resized_side(SIZE)
     pixels = load_pixels(images, side)
     stream = Stream(pixels, config, SIZE, processes.device)
     set_modes(model, config, 0)

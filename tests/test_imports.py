@@ -12,7 +12,16 @@ import idml
 SOURCE = Path(idml.__file__).parent
 LOSSES = [f"losses/{path.name}" for path in (SOURCE / "losses").glob("*.py")]
 CORE = ["embeddings.py", "metric.py", "pairwise.py", "labels.py", "mining.py", *LOSSES]
-ALLOWED = ("torch", "idml.embeddings", "idml.metric", "idml.pairwise", "idml.labels", "idml.mining", "idml.losses")
+ALLOWED = (
+    "torch",
+    "idml.errors",
+    "idml.embeddings",
+    "idml.metric",
+    "idml.pairwise",
+    "idml.labels",
+    "idml.mining",
+    "idml.losses",
+)
 
 
 def run(code):

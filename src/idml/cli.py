@@ -167,8 +167,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from idml.evaluation.evaluate import evaluate_run
     from idml.progress import Display
 
-    with Display() as display:
-        display.progress.update(display.task, description="evaluating")
+    with Display("evaluating") as display:
         result = evaluate_run(
             options.of,
             options.data,
@@ -285,8 +284,7 @@ def _runtime(parser: argparse.ArgumentParser) -> None:
 def _display(what: str) -> Iterator["Display"]:
     from idml.progress import Display
 
-    with Display() as display:
-        display.progress.update(display.task, description=what)
+    with Display(what) as display:
         yield display
 
 

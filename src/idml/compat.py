@@ -1,27 +1,26 @@
-"""Lets a torchvision whose compiled operators do not fit the installed torch be imported.
-
-timm imports torchvision. Where torchvision is a CUDA build and torch is a CPU build (pip easily installs such a
-pair), its operator library cannot be loaded and ``import torchvision`` stops with *operator torchvision::nms does
-not exist*. Nothing here or in timm calls those operators, so it is enough that their names are known: they are
-declared, without an implementation, before torchvision is imported. Where the library loads, nothing is done.
-"""
+"""Workarounds for the libraries below: a torchvision that does not fit torch, and memory given back too early."""
 
 import ctypes
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
+from typing import Any
 
 _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_declared: torch.library.Library | None = None  # the declarations live as long as this object
+_declared: Any = None  # the torch.library.Library with the declarations, which live as long as this object
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the numbers of mallopt(3)
 
 
 def ensure_torchvision() -> bool:
     """Make ``import torchvision`` work; call it before importing torchvision or timm.
+
+    timm imports torchvision. If torchvision is a CUDA build and torch is a CPU build (pip easily installs such a
+    pair), its operator library cannot be loaded, and ``import torchvision`` fails with *operator torchvision::nms does
+    not exist*. Neither timm nor idml calls those operators, so it is enough to declare their names, without an
+    implementation. If the library loads, nothing is done.
 
     Returns True if operators had to be declared, now or earlier.
     """
@@ -30,6 +29,8 @@ def ensure_torchvision() -> bool:
         return True
     if "torchvision" in sys.modules or _operators_load():
         return False
+    import torch
+
     library = torch.library.Library("torchvision", "DEF")
     for schema in _OPERATORS:
         library.define(schema)
@@ -38,10 +39,12 @@ def ensure_torchvision() -> bool:
 
 
 def _operators_load() -> bool:
-    """Whether torchvision's compiled operators fit this torch (True also where there is no torchvision)."""
+    """Return whether torchvision's compiled operators fit this torch (True also if there is no torchvision)."""
     spec = find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
         return True
+    import torch
+
     for library in Path(spec.submodule_search_locations[0]).glob("_C.*"):
         try:
             torch.ops.load_library(str(library))
@@ -51,19 +54,12 @@ def _operators_load() -> bool:
     return False
 
 
-# -------------------- memory --------------------
-# Keeping freed memory: large tensors come and go at every step, and handing each back to the system costs time.
-
-
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the numbers of mallopt(3)
-
-
 def keep_memory() -> bool:
-    """Ask the C library to keep what this process frees for its next tensors; whether it agreed.
+    """Ask the C library to keep the memory that this process frees for its next tensors; return whether it agreed.
 
-    By default glibc maps every large block anew and unmaps it when it is freed, and the system fills each page with
-    zeros first: a third of the time of a training step on a CPU (`benchmarks/allocator.py`). The price is that the
-    process stays as large as it ever was. Elsewhere than with glibc nothing happens.
+    By default glibc maps every large block afresh and unmaps it when it is freed, and the system fills each page with
+    zeros first. That costs a third of the time of a training step on a CPU (`benchmarks/allocator.py`). The price: the
+    process stays as large as it ever was. With another C library than glibc nothing happens.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

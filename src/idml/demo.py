@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,14 @@ from torch import Tensor
 
 from idml.calibration.calibrate import calibrate_run
 from idml.data.glyphs import load_glyphs
+from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import ImageSet
 from idml.evaluation.evaluate import measure_ambiguity
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.model import load_model
+from idml.progress import Note, Progress
 from idml.report_html import page, table
 from idml.search.answers import RiskTargets, State
 from idml.search.gallery import Gallery, Reply, open_or_create
@@ -30,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def demo(out: Path, *, report: Callable[[dict[str, Any]], None], note: Callable[[str], None]) -> dict[str, Any]:
+def demo(out: Path, *, report: Progress, note: Note) -> dict[str, Any]:
     """Train both, compare them on the test classes, calibrate, index and ask; write ``out``/report.html.
 
     A finished half is not trained again.
@@ -50,7 +51,7 @@ def demo(out: Path, *, report: Callable[[dict[str, Any]], None], note: Callable[
     rows = [[m, *(f"{results[m]['selected'][f]:.1%}" for f in figures)] for m in ("plain", "idml")]
     links = "".join(f"<li><a href='{m}/report.html'>{m}</a></li>" for m in ("plain", "idml"))
     told = [[name, f"{value:.3f}"] for name, value in results["uncertainty"].items()]
-    write_whole(
+    write_atomic(
         out / "report.html",
         page(
             "idml demo",
@@ -69,7 +70,7 @@ def demo(out: Path, *, report: Callable[[dict[str, Any]], None], note: Callable[
 def _uncertainty(run: Path) -> dict[str, float]:
     """Whether ‖u‖ is larger for mixed images, and for images with an identical twin in another class."""
     model = load_model(run)
-    pixels = load_pixels(load_glyphs().test, round(model.trunk.image_size * 256 / 224))
+    pixels = load_pixels(load_glyphs().test, resized_side(model.trunk.image_size))
     told = measure_ambiguity(model, pixels)
     return {
         "mixed images above clean ones": told["auroc_mixed"],
@@ -89,11 +90,8 @@ MAX_ERROR = 0.1
 _KEPT_BACK = 2  # images of each class of the collection that are queries instead
 _UNKNOWN = 2  # images of each other class that are queries
 
-Report = Callable[[dict[str, Any]], None]
-Note = Callable[[str], None]
 
-
-def show_search(images: ImageSet, run: Path, out: Path, *, report: Report, note: Note) -> dict[str, Any]:
+def show_search(images: ImageSet, run: Path, out: Path, *, report: Progress, note: Note) -> dict[str, Any]:
     """Write the images to folders, calibrate, index, ask; returns the counts and a sample of each answer."""
     parts = deal_out(images)
     for name, numbers in parts.items():

@@ -24,13 +24,13 @@ An image compared with itself has D = 0 and C' = 1, and passes no gradient.
 
 import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings, full_precision, require_finite, unit_rows
+from idml.errors import unknown_name
 from idml.pairwise import Alpha, Beta, Cosines, NormSum, SelfBeta, SelfCosines, SelfNormSum, Soften
 
 RULES = ("similar", "dissimilar", "strict", "off", "release")
@@ -68,8 +68,7 @@ class IntrospectiveMetric:
     def __post_init__(self) -> None:
         for name, value, known in (("rule", self.rule, RULES), ("beta", self.beta, BETAS)):
             if value not in known:
-                near = get_close_matches(str(value), known, n=1, cutoff=0.0)
-                raise ValueError(f"unknown {name} {value!r}; did you mean {near[0]!r}? ({name}s: {', '.join(known)})")
+                raise ValueError(unknown_name(name, value, known))
         if not (isinstance(self.tau, int | float) and 0 < self.tau < math.inf):
             raise ValueError(f"tau must be a positive number, got {self.tau!r}")
         if not (isinstance(self.gamma, int | float) and 0 <= self.gamma < math.inf):

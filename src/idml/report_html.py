@@ -1,4 +1,4 @@
-"""The parts of a report page: HTML of its own, with nothing from elsewhere."""
+"""Parts of report pages: self-contained HTML with tables, pictures and figures; and the t-SNE that figures show."""
 
 import base64
 import html
@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
-
-from idml.data.pixel_cache import Pixels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,11 +57,6 @@ def _cell(tag: str, text: str, *, number: bool) -> str:
     return f"<{tag} class='{kind}'>{shown}</{tag}>" if kind else f"<{tag}>{shown}</{tag}>"
 
 
-def strip(pixels: Pixels, numbers: Tensor, text: str) -> str:
-    """Some images side by side, with a text for those who cannot see them."""
-    return picture(pixels.array[numbers.numpy()], text)
-
-
 def picture(images: NDArray[np.uint8], text: str) -> str:
     """Images [n, side, side, 3] side by side, none shown larger than 128 pixels."""
     row = np.concatenate(list(np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=128)), axis=1)
@@ -91,3 +83,20 @@ def drawing(figure: "Figure", text: str, *, pixels: bool = False) -> str:
 
 def _embedded(png: io.BytesIO, text: str) -> str:
     return f"<img alt='{html.escape(text)}' src='data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}'>"
+
+
+def tsne_positions(points: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Place points [n, d] in the plane [n, 2] by t-SNE: the same points always get the same places.
+
+    At least four points are needed, and they must not all be equal.
+    """
+    import torch
+    from openTSNE import TSNE
+
+    place = TSNE(
+        perplexity=min(30, (len(points) - 1) / 3),
+        random_state=0,
+        n_jobs=torch.get_num_threads(),
+        negative_gradient_method="bh",
+    ).fit(points)
+    return np.asarray(place, dtype=np.float64)

@@ -159,7 +159,7 @@ def test_bad_input_is_one_line():
     embeddings, _, given = planted()
     with pytest.raises(ValueError, match="all of one class: there is no other label"):
         mislabelled(embeddings, torch.zeros(len(given), dtype=torch.long))
-    with pytest.raises(ValueError, match="unknown score 'knn'; known are disagreement"):
+    with pytest.raises(ValueError, match="unknown score 'knn'; did you mean"):
         mislabelled(embeddings, given, score="knn")
     with pytest.raises(ValueError, match=r"one whole number for each of 32 images, got \[3\] labels"):
         mislabelled(embeddings, given[:3])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idml.audit import decisions as audit_decisions
+from idml import files
 from idml.audit.decisions import FILE, HEADER, Decision, Settled, append, harmless, now, read
 
 SUM, OTHER = "0123456789abcdef", "fedcba9876543210"
@@ -181,7 +181,7 @@ def test_decisions_survive_sigkill_at_any_moment(tmp_path):
 
 def test_a_file_that_an_editor_puts_in_its_place_is_the_one_that_is_written(tmp_path, monkeypatch):
     append(tmp_path, decided("old"))
-    lock, replaced = audit_decisions.fcntl.flock, []
+    lock, replaced = files.fcntl.flock, []
 
     def slow(file, how):
         if not replaced:  # while this writer waits for the lock
@@ -190,7 +190,7 @@ def test_a_file_that_an_editor_puts_in_its_place_is_the_one_that_is_written(tmp_
             replaced.append(other.replace(tmp_path / FILE))
         lock(file, how)
 
-    monkeypatch.setattr(audit_decisions.fcntl, "flock", slow)
+    monkeypatch.setattr(files.fcntl, "flock", slow)
     append(tmp_path, decided("new"))
     assert [d.image for d in read(tmp_path)] == ["old", "new"]
 

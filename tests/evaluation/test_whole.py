@@ -289,7 +289,11 @@ def test_what_makes_figures_mean_less_is_said(runs, spec, tmp_path, monkeypatch)
         ("cut", [], "not a sound safetensors file"),
         ("other size", [], "the model needs"),
         ("pickle", [], "is a pickle"),
-        (None, ["--metric", "cosine"], "unknown metric 'cosine'; known are euclidean and introspective"),
+        (
+            None,
+            ["--metric", "cosine"],
+            "unknown metric 'cosine'; did you mean",
+        ),
         (None, ["--ensemble", "nowhere"], "there is no model at nowhere"),
         (None, ["--data", "folder:nowhere"], "nowhere"),
         (None, ["--data", "csv:train.csv"], "there is no test image"),

@@ -85,7 +85,7 @@ def test_the_first_table_by_command(patterns, tmp_path, monkeypatch, capsys):
     assert main([*arguments, "--dry-run"]) == 0
     assert "0 of 8 runs to do" in capsys.readouterr().out
     assert main(["reproduce", "nothing"]) == 2
-    assert "there is no table 'nothing'" in capsys.readouterr().err
+    assert "unknown table 'nothing'" in capsys.readouterr().err
     assert main([*arguments[:4], "--seeds", "0"]) == 2
 
 

@@ -225,9 +225,9 @@ def test_workers_wait_for_each_other(patterns, small, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["tabel1"], "there is no table 'tabel1'; did you mean 'table1'?"),
+        (["tabel1"], "unknown table 'tabel1'; did you mean 'table1'?"),
         (["table1", "--seeds", "0"], "at least one seed"),
-        (["table1", "--scale", "papre"], "there is no scale 'papre'"),
+        (["table1", "--scale", "papre"], "unknown scale 'papre'; did you mean 'paper'?"),
         (["table1", "--regime", "frozn", "--data", "cub:x"], "did you mean 'frozen'?"),
         (["table1", "--regime", "full", "--scale", "paper"], "leave out the regime"),
         (["first", "--scale", "paper"], "one scale only"),

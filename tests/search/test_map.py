@@ -108,7 +108,7 @@ def test_a_place_where_nothing_can_be_written(gallery, monkeypatch, drawn):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(idml.search.tsne_map, "write_whole", full)
+    monkeypatch.setattr(idml.search.tsne_map, "write_atomic", full)
     assert len(gallery_map(gallery)) == len(gallery_map(gallery)) == 5
     assert drawn == [5, 5]
 

@@ -159,5 +159,5 @@ def test_presets_and_what_overrides_them(tmp_path):
     file.write_text("preset: paper\nepochs: 3\n")
     assert chosen("--data", "cub:x", "--config", str(file)).epochs == 3
     assert chosen("--data", "cub:x", "--config", str(file)).trunk == "resnet50"
-    with pytest.raises(ValueError, match="unknown preset 'papre'; known are paper and release"):
+    with pytest.raises(ValueError, match="unknown preset 'papre'; did you mean 'paper'"):
         chosen("--data", "cub:x", "--preset", "papre")

@@ -8,7 +8,6 @@ are not UTF-8 are written as \n, \\, \udcff; a cell that a spreadsheet would tak
 """
 
 import csv
-import fcntl
 import io
 import os
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from idml.audit.findings import AuditImages, checksum
 from idml.data.layouts import counted
 from idml.data.sources import FileSource
-from idml.files import write_whole
+from idml.files import lock_file, sync_folder, write_atomic
 
 FILE = "decisions.csv"
 KINDS = ("mislabelled", "duplicate", "ambiguous")
@@ -100,7 +99,7 @@ def append(folder: Path, decision: Decision) -> None:
             os.ftruncate(file, end)  # a full disk: half a line is none
             raise
         if not end:
-            _force_name(folder)
+            sync_folder(folder)
 
 
 def read(folder: Path) -> list[Decision]:
@@ -212,18 +211,14 @@ def _sound_end(content: bytes) -> int:
 def _locked(path: Path) -> Iterator[int]:
     """The file, open and held by this writer alone; again if an editor has put another in its place meanwhile."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with lock_file(path) as file:
             try:
-                same = os.path.samestat(os.fstat(file), os.stat(path))
+                same = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
             except FileNotFoundError:
                 same = False
             if same:
-                yield file
+                yield file.fileno()
                 return
-        finally:
-            os.close(file)
 
 
 def _whole(file: int) -> bytes:
@@ -237,15 +232,6 @@ def _write_at(file: int, data: bytes, position: int) -> None:
     while data:
         written = os.pwrite(file, data, position)
         data, position = data[written:], position + written
-
-
-def _force_name(folder: Path) -> None:
-    """Force the folder's list of names to disk, so that a new file is still there after a power failure."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 # -------------------- cleaned --------------------
@@ -332,7 +318,7 @@ def write_cleaned(images: AuditImages, settled: Settled, folder: Path) -> Cleane
     table = csv.writer(text, lineterminator="\n")
     table.writerow(("path", "label", "split")[:columns])
     table.writerows(row[:columns] for row in rows)
-    write_whole(folder / CLEANED_FILE, text.getvalue().encode())
+    write_atomic(folder / CLEANED_FILE, text.getvalue().encode())
     return Cleaned(str(folder / CLEANED_FILE), done.images, done.relabelled, done.excluded, done.notes)
 
 

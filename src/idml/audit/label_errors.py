@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings, unit_rows
+from idml.errors import unknown_name
 from idml.evaluation.knn import Neighbours, nearest
 
 SCORES = ("disagreement", "disagreement_100", "vote", "confident", "centroid", "discriminant")
@@ -63,7 +64,7 @@ def mislabelled(embeddings: Embeddings, labels: Tensor, *, score: str = "discrim
     (2, 0)
     """
     if score not in SCORES:
-        raise ValueError(f"unknown score {score!r}; known are {', '.join(SCORES)}")
+        raise ValueError(unknown_name("score", score, SCORES))
     if labels.shape != (len(embeddings),) or labels.is_floating_point():
         raise ValueError(f"need one whole number for each of {len(embeddings)} images, got {list(labels.shape)} labels")
     names, own, sizes = labels.unique(return_inverse=True, return_counts=True)

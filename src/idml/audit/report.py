@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from idml.audit.decisions import KINDS, harmless
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.report_html import drawing, page, picture, table
 
 FORMAT, VERSION = "idml audit", 1
@@ -33,10 +33,10 @@ Show = Callable[[list[int]], NDArray[np.uint8]]
 
 def write_audit(folder: Path, audit: dict[str, Any], scores: Tensor, show: Show) -> None:
     """Write the three files; ``show`` gives the pixels [n, side, side, 3] of images by their numbers."""
-    write_whole(folder / REPORT, _page(audit, scores, show))
-    write_whole(folder / CSV, _csv(audit["findings"]))
+    write_atomic(folder / REPORT, _page(audit, scores, show))
+    write_atomic(folder / CSV, _csv(audit["findings"]))
     whole = {"format": FORMAT, "format_version": VERSION, **audit}
-    write_whole(folder / JSON, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(folder / JSON, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_audit(folder: Path) -> dict[str, Any]:

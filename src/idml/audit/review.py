@@ -18,6 +18,7 @@ from idml.audit.decisions import KINDS, Cleaned, Decision, Settled, append, now,
 from idml.audit.findings import AuditImages, checksum
 from idml.audit.report import read_audit
 from idml.data.datasets import load_dataset
+from idml.progress import Note, silent
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -43,7 +44,7 @@ def serve_review(
     *,
     split: str = "official",
     port: int = PORT,
-    note: Callable[[str], None] = lambda text: None,
+    note: Note = silent,
 ) -> None:
     """Serve the review of the audit in ``folder`` on 127.0.0.1 until it is interrupted; port 0 takes any free one."""
     import uvicorn

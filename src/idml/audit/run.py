@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from idml.embeddings import Embeddings
 from idml.evaluation.evaluate import Counted, load_model_pixels
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import features_of, view_features
+from idml.progress import Note, Progress, image_counter, silent
 
 PRETRAINED = "pretrained"
 _CROPPED = View("crop", 0.08)  # copies that count as near duplicates
 _COPIES = 128  # of as many images
-Progress = Callable[[dict[str, Any]], None]
-Note = Callable[[str], None]
 
 
 def audit_run(
@@ -37,8 +37,8 @@ def audit_run(
     out: str | Path,
     *,
     split: str = "official",
-    progress: Progress = lambda row: None,
-    note: Note = lambda text: None,
+    progress: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """List the images of ``data`` that the model in ``run`` finds likely mislabelled, duplicate or ambiguous.
 
@@ -68,8 +68,7 @@ def audit_run(
         notes.append(line)
         note(line)
 
-    def counted(what: str) -> Callable[[int, int], None]:
-        return lambda done, total: progress({"done": done, "images": total, "what": what})
+    counted = partial(image_counter, progress)
 
     if run != PRETRAINED and images.parts[0][0] in ("train", "all"):
         keep("the run may have learned wrong labels of images it was trained on: they rank lower than they should")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,15 @@ from idml.data.sampling import random_stream
 from idml.evaluation.bootstrap import Rounds, draw_classes, interval, resampled_auroc, resampled_uncertainty
 from idml.evaluation.evaluate import EvaluatedModel, _options, untaught
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.model import fingerprint
 from idml.model.feature_cache import CLEAN
+from idml.progress import Note, Progress, image_counter, silent
 
 FILES = {"labelled": "calibration.json", "unlabelled": "calibration-unlabelled.json"}
 REPORT = "calibration.html"
 _LISTED = 50  # results of each query that are looked at: the largest result set
 _CLASSES, _QUERIES = 5, 50  # with fewer there is nothing to fit
-
-Progress = Callable[[dict[str, Any]], None]
-Note = Callable[[str], None]
 
 
 def calibrate_run(
@@ -38,8 +37,8 @@ def calibrate_run(
     split: str | None = None,
     unknown: float = 0.25,
     seed: int = 0,
-    progress: Progress = lambda row: None,
-    note: Note = lambda text: None,
+    progress: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Fit the answers of the model in ``run`` on classes of ``data`` that it was not trained on.
 
@@ -70,8 +69,7 @@ def calibrate_run(
         notes.append(line)
         note(line)
 
-    def counted(what: str) -> Callable[[int, int], None]:
-        return lambda done, images: progress({"done": done, "images": images, "what": what})
+    counted = partial(image_counter, progress)
 
     for line in dataset.notes:
         keep(line)
@@ -121,7 +119,7 @@ def calibrate_run(
     result["words"] = _words(result)
     for kind, name in FILES.items():
         fitted[kind].save(folder / name)
-    write_whole(folder / REPORT, build_page(result))
+    write_atomic(folder / REPORT, build_page(result))
     return {**result, "files": [str(folder / name) for name in FILES.values()], "report": str(folder / REPORT)}
 
 

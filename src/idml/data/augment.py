@@ -7,7 +7,6 @@ CPU generator (``sampling.random_stream``), so they are the same on every device
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn import functional
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import full_precision
+from idml.errors import unknown_name
 from idml.labels import LabelSets
 
 IN_PLACE = ("low_resolution", "blur", "occlusion")
@@ -256,8 +256,7 @@ def _range(name: str, value: float | tuple[float, float], most: float) -> tuple[
 
 def _check_kind(kind: str, known: tuple[str, ...]) -> None:
     if kind not in known:
-        near = get_close_matches(str(kind), known, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown kind of ambiguity {kind!r}; did you mean {near!r}? Known: {', '.join(known)}")
+        raise ValueError(unknown_name("kind of ambiguity", kind, known))
 
 
 def _check_images(images: Tensor) -> None:

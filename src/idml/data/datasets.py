@@ -1,6 +1,5 @@
 """From a SPEC such as ``cub:PATH`` to images to train on and images to test on."""
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import torch
 
 from idml.data.layouts import Listed, Listing, cars, counted, cub, folder, inshop, sop, table
 from idml.data.sources import Dataset, ImageSet
+from idml.errors import unknown_name
 
 LAYOUTS: dict[str, Callable[[Path], Listing]] = {
     "cub": cub,
@@ -44,9 +44,7 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False, sp
         glyphs = load_glyphs()
         return glyphs if split == "official" else _for_both(glyphs)
     if kind not in LAYOUTS:
-        near = difflib.get_close_matches(kind.lower(), ["glyphs", *LAYOUTS], n=1, cutoff=0.5)
-        hint = f", did you mean {near[0]!r}?" if near else ":"
-        raise ValueError(f"there is no data set {spec!r}{hint} known are {', '.join(SPECS)}")
+        raise ValueError(unknown_name("data set", kind, ["glyphs", *LAYOUTS], choices=f"one of {', '.join(SPECS)}"))
     if not path:
         raise ValueError(f"{kind!r} needs a path: {next(s for s in SPECS if s.startswith(f'{kind}:'))}")
     try:

@@ -77,15 +77,12 @@ def _values(pixels: NDArray[Any]) -> NDArray[np.float64]:
 
 def load_square(path: str | Path, size: int, *, grey: bool = False) -> Tensor:
     """The image file as uint8 [3, size, size] (or [1, …]); see `as_tested`."""
-    return as_tested(read_image(path, min_side=_side(size)), size, grey=grey)
+    return as_tested(read_image(path, min_side=resized_side(size)), size, grey=grey)
 
 
 def as_tested(image: Image.Image, size: int, *, grey: bool = False) -> Tensor:
-    """An RGB image as a test sees it: resized to a square of size·256/224, whatever its shape, then the centre.
-
-    (The paper resizes to 256 × 256 and crops to 224 × 224.)
-    """
-    side = _side(size)
+    """Resize an RGB image of any shape to a square, and crop the centre: what the test protocol uses."""
+    side = resized_side(size)
     image = image.resize((side, side), Image.Resampling.BILINEAR)
     place = (side - size) // 2
     image = image.crop((place, place, place + size, place + size)).convert("L" if grey else "RGB")
@@ -93,7 +90,11 @@ def as_tested(image: Image.Image, size: int, *, grey: bool = False) -> Tensor:
     return pixels.unsqueeze(0) if grey else pixels.permute(2, 0, 1).contiguous()
 
 
-def _side(size: int) -> int:
+def resized_side(size: int) -> int:
+    """Return the side to which an image is resized before ``size`` pixels are cropped from it: size·256/224.
+
+    (The paper resizes to 256 × 256 and crops to 224 × 224.)
+    """
     if size < 1:
         raise ValueError(f"the image size must be 1 or larger, got {size}")
     return round(size * 256 / 224)

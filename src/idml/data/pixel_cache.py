@@ -5,7 +5,6 @@ could not be read (`idml.files.cached_array` says how it survives kills and comp
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from idml.data.sources import ImageSet
-from idml.files import cache_folder, cached_array, write_whole
+from idml.files import cache_folder, cached_array, write_atomic
+from idml.progress import Count
 
 _VERSION = 2
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ class Pixels:
 
 
 def load_pixels(
-    images: ImageSet, side: int, *, folder: Path | None = None, max_broken: int = 100, progress: Progress | None = None
+    images: ImageSet, side: int, *, folder: Path | None = None, max_broken: int = 100, progress: Count | None = None
 ) -> Pixels:
     """The images of ``images`` resized to ``side``×``side``, from the cache or decoded now.
 
@@ -65,7 +64,7 @@ def load_pixels(
     notes = path.with_suffix(".json")
 
     def fill(array: NDArray[np.uint8]) -> None:
-        write_whole(notes, json.dumps(_decode(images, array, max_broken, progress)).encode())
+        write_atomic(notes, json.dumps(_decode(images, array, max_broken, progress)).encode())
 
     array = cached_array(path, (len(images), side, side, 3), np.uint8, fill, beside=notes)
     broken = {int(i): reason for i, reason in json.loads(notes.read_text()).items()}
@@ -73,7 +72,7 @@ def load_pixels(
     return Pixels(images, array, broken)
 
 
-def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progress: Progress | None) -> dict[int, str]:
+def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progress: Count | None) -> dict[int, str]:
     """Fill the array; returns which images could not be read, and why."""
     side = array.shape[1]
     broken: dict[int, str] = {}

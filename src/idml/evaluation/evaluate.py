@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from idml.data.augment import GRADED, MIXED, View, other_class
 from idml.data.datasets import load_dataset
+from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
+from idml.errors import unknown_name
 from idml.evaluation.knn import nearest
 from idml.evaluation.retrieval import evaluate_retrieval
 from idml.evaluation.scores import (
@@ -29,15 +31,14 @@ from idml.evaluation.scores import (
     vote_disagreement,
 )
 from idml.evaluation.uncertainty import auroc, auroc_between
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.metric import IntrospectiveMetric
 from idml.model import Model, fingerprint, load_model
 from idml.model.feature_cache import CLEAN, embed_view, view_features
+from idml.progress import Count, Note, Progress, image_counter, silent
 
 VERSION = 1  # goes up when a figure comes to mean something else: older results are then made again
 METRICS = ("euclidean", "introspective")
-Progress = Callable[[dict[str, Any]], None]
-Note = Callable[[str], None]
 
 
 def evaluate_run(
@@ -49,8 +50,8 @@ def evaluate_run(
     ensemble: Sequence[str | Path] = (),
     graded: bool = False,
     out: str | Path | None = None,
-    progress: Progress = lambda row: None,
-    note: Note = lambda text: None,
+    progress: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Retrieval, clustering and uncertainty figures of the model in ``run`` on the test classes of ``data``.
 
@@ -70,7 +71,7 @@ def evaluate_run(
     """
     runs = [Path(path) for path in (run, *ensemble)]
     if metric not in METRICS:
-        raise ValueError(f"unknown metric {metric!r}; known are {' and '.join(METRICS)}")
+        raise ValueError(unknown_name("metric", metric, METRICS))
     models = [fingerprint(path) for path in runs]
     options = [_options(path) for path in runs]
     metrics = [
@@ -96,13 +97,13 @@ def evaluate_run(
         head["notes"] = [*dataset.notes, *_warnings(told, split, metric)]
         result, page = _evaluate(runs, dataset, metrics, views, head, progress, note)
         folder.mkdir(exist_ok=True)
-        write_whole(folder / f"{key}.html", page)
-        write_whole(folder / f"{key}.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+        write_atomic(folder / f"{key}.html", page)
+        write_atomic(folder / f"{key}.json", (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     else:
         for line in result["notes"]:
             note(line)
     place.mkdir(parents=True, exist_ok=True)
-    write_whole(place / "report.html", (folder / f"{key}.html").read_bytes())
+    write_atomic(place / "report.html", (folder / f"{key}.html").read_bytes())
     return {**result, "report": str(place / "report.html")}
 
 
@@ -127,8 +128,7 @@ def _evaluate(
             notes.append(line)
             note(line)
 
-    def counted(what: str) -> Callable[[int, int], None]:
-        return lambda done, images: progress({"done": done, "images": images, "what": what})
+    counted = partial(image_counter, progress)
 
     loaded = [
         EvaluatedModel.load(path, dataset, metric, counted, keep) for path, metric in zip(runs, metrics, strict=True)
@@ -205,7 +205,7 @@ def _read(folder: Path, key: str) -> dict[str, Any] | None:
 # A model and the images it is tested on: what it makes of them in a view, and what it finds for them.
 
 
-Counted = Callable[[str], Callable[[int, int], None]]
+Counted = Callable[[str], Count]
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +312,7 @@ class EvaluatedModel:
 
 def load_model_pixels(model: Model, images: ImageSet, counted: Counted, note: Note) -> Pixels:
     """The images at the model's working size; what cannot be read is said and left out."""
-    pixels = load_pixels(images, round(model.trunk.image_size * 256 / 224), progress=counted("decoded"))
+    pixels = load_pixels(images, resized_side(model.trunk.image_size), progress=counted("decoded"))
     if pixels.broken:
         first = next(iter(pixels.broken.values()))
         note(f"{images.name}: {len(pixels.broken)} of {len(images)} images left out (first: {first})")
@@ -421,7 +421,7 @@ def query_scores(
     return scores
 
 
-def fit_error_predictor(candidate: EvaluatedModel, train: Pixels, note: Callable[[str], None]) -> ErrorPredictor | None:
+def fit_error_predictor(candidate: EvaluatedModel, train: Pixels, note: Note) -> ErrorPredictor | None:
     """An error predictor that learned from the training images: is the nearest other one of the same class?
 
     Training images that are also test images, or alone in their class, are not used. Where all answers are right, or

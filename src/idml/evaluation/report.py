@@ -1,7 +1,6 @@
 """The page of an evaluation: figures, curves, the most and least certain images, confident mistakes."""
 
 import html
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,8 @@ from idml.evaluation.bootstrap import (
 from idml.evaluation.evaluate import MIDDLE, EvaluatedModel, MeasuredQueries, ViewScores
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty, paired_rise, risk_coverage
-from idml.report_html import drawing, page, picture, strip, table
+from idml.progress import Count, Note, silent
+from idml.report_html import drawing, page, picture, table, tsne_positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,9 +45,7 @@ _MEANING = (
 )
 
 
-def build_report(
-    result: dict[str, Any], measured: MeasuredQueries, candidate: EvaluatedModel, note: Callable[[str], None]
-) -> bytes:
+def build_report(result: dict[str, Any], measured: MeasuredQueries, candidate: EvaluatedModel, note: Note) -> bytes:
     """The page; ``result`` is what `idml.evaluation.evaluate.evaluate_run` returns."""
     own = result["own_score"]
     label = "σ (mean)" if own == "sigma" else "‖u‖"
@@ -75,9 +73,12 @@ def build_report(
         f"<p>{_MEANING}</p>",
         *(_scores(result, view) for view in measured.views),
         f"<h2>Most certain images ({label})</h2>",
-        strip(candidate.queries, numbers[order[:count]], f"the test images with the smallest {label}"),
+        picture(candidate.queries.array[numbers[order[:count]].numpy()], f"the test images with the smallest {label}"),
         f"<h2>Least certain images ({label})</h2>",
-        strip(candidate.queries, numbers[order[-count:].flip(0)], f"the test images with the largest {label}"),
+        picture(
+            candidate.queries.array[numbers[order[-count:].flip(0)].numpy()],
+            f"the test images with the largest {label}",
+        ),
         "<h2>Confident mistakes</h2>",
         *_mistakes(measured, candidate, own),
         "<h2>The embeddings in the plane (t-SNE)</h2>",
@@ -159,9 +160,7 @@ def _mistakes(measured: MeasuredQueries, candidate: EvaluatedModel, own: str) ->
 GROUPS = {"query_only": QUERY_ONLY, "gallery_aware": GALLERY_AWARE}
 
 
-def figures(
-    measured: MeasuredQueries, progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, Any]:
+def figures(measured: MeasuredQueries, progress: Count = silent) -> dict[str, Any]:
     """``accuracy`` of each view, ``uncertainty`` of each score in each view, ``best`` score of each view and group.
 
     Every figure stands beside its 95 % interval over resampled classes (None where it is not defined: R-AUROC where
@@ -302,22 +301,14 @@ def histogram(scores: dict[str, Tensor], label: str) -> str:
     return drawing(figure, f"histogram of {label} for clean, mixed and degraded test images")
 
 
-def tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Callable[[str], None]) -> str:
+def tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Note) -> str:
     """The embeddings in the plane, at most 3,000 of them, coloured by class and by uncertainty."""
     chosen = torch.randperm(len(points), generator=random_stream("t-SNE"))[:_IMAGES].sort().values
     points, labels, score = points[chosen], labels[chosen], score[chosen]
     if len(points) < 4 or bool((points == points[0]).all()):
         return "<p>There are too few different embeddings for a t-SNE.</p>"
     note(f"t-SNE of {len(points):,} images")
-    from openTSNE import TSNE
-
-    place = TSNE(
-        perplexity=min(30, (len(points) - 1) / 3),
-        random_state=0,
-        n_jobs=torch.get_num_threads(),
-        negative_gradient_method="bh",
-    ).fit(points.numpy())
-    x, y = np.asarray(place).T
+    x, y = tsne_positions(points.numpy()).T
     figure = _figure(12, 5.6)
     left, right = figure.subplots(1, 2)
     size = max(3.0, min(30.0, 9000 / len(points)))

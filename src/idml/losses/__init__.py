@@ -5,7 +5,8 @@ A new loss is one file here, one line in `LOSSES`, one oracle test.
 
 from typing import Any
 
-from idml.losses.base import MetricLoss, PairLoss, ProxyLoss, unknown_name
+from idml.errors import unknown_name
+from idml.losses.base import MetricLoss, PairLoss, ProxyLoss
 from idml.losses.circle import Circle, circle
 from idml.losses.contrastive import Contrastive, contrastive
 from idml.losses.fast_ap import FastAP, fast_ap

@@ -6,14 +6,14 @@ form; everything else is here.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from idml.embeddings import Embeddings
+from idml.errors import unknown_name
 from idml.labels import LabelSets
 from idml.metric import Form, IntrospectiveMetric
 
@@ -55,7 +55,7 @@ class MetricLoss(nn.Module):
         usual = cls.defaults()
         for name, value in parameters.items():
             if name not in usual:
-                raise ValueError(unknown_name("parameter", name, usual, f" of {cls.__name__}"))
+                raise ValueError(unknown_name("parameter", name, usual, whose=f" of {cls.__name__}"))
             if isinstance(usual[name], int) and not (type(value) is int and value >= 1):
                 raise ValueError(f"{name} of {cls.__name__} must be a positive whole number, got {value!r}")
         return parameters
@@ -167,11 +167,3 @@ def require_pairs(pairs: Tensor, matches: Tensor, square: bool = False) -> None:
         raise ValueError(f"a batch against itself has a square pair matrix, got {list(pairs.shape)}")
     if pairs.device != matches.device:
         raise ValueError(f"the pair matrix is on {pairs.device} but matches are on {matches.device}")
-
-
-def unknown_name(what: str, name: object, known: Iterable[str], whose: str = "") -> str:
-    """One sentence about an unknown name, with the nearest known one."""
-    names = list(known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.0)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}{whose}{hint} (known: {', '.join(names) or 'none'})"

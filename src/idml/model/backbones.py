@@ -4,13 +4,13 @@
 no model hub; every other timm model gets its weights from the hub.
 """
 
-from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from idml.compat import ensure_torchvision
+from idml.errors import unknown_name
 
 SMALL = "conv4"
 PACKAGED = "tf_efficientnet_lite0"
@@ -88,8 +88,8 @@ def build_trunk(name: str, *, pretrained: bool, in_chans: int = 3, image_size: i
     import timm
 
     if not timm.is_model(name):
-        near = get_close_matches(name, [SMALL, *timm.list_models()], n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown trunk {name!r}; did you mean {near!r}? (any timm model, or {SMALL!r})")
+        known = [SMALL, *timm.list_models()]
+        raise ValueError(unknown_name("trunk", name, known, choices=f"any timm model, or {SMALL!r}"))
     packaged = name == PACKAGED
     if packaged and pretrained and in_chans != 3:
         raise ValueError(f"the weights of {name!r} are for 3 channels, got in_chans={in_chans}")

@@ -1,7 +1,6 @@
 """What a trunk makes of the images of a test, computed once for each trunk and view, and kept."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.files import cache_folder, cached_array
 from idml.model import Model
+from idml.progress import Count, silent
 
-Progress = Callable[[int, int], None]
 VERSION = 1
 CLEAN = View()
 
@@ -56,7 +55,7 @@ class Kept:
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def view(self, pixels: Pixels, view: View, progress: Progress) -> NDArray[Any]:
+    def view(self, pixels: Pixels, view: View, progress: Count) -> NDArray[Any]:
         """The rows of the usable images in a view, from the cache or computed now."""
         usable, size, device = pixels.usable, self.model.trunk.image_size, self.model.semantic.weight.device
 
@@ -74,9 +73,7 @@ def features_of(model: Model, images: Tensor) -> NDArray[np.float32]:
     return Kept(model).of(images)
 
 
-def view_features(
-    model: Model, pixels: Pixels, view: View = CLEAN, *, progress: Progress = lambda done, total: None
-) -> Tensor:
+def view_features(model: Model, pixels: Pixels, view: View = CLEAN, *, progress: Count = silent) -> Tensor:
     """The features of the usable images in a view [n, width], from the cache or computed now."""
     return torch.from_numpy(Kept(model).view(pixels, view, progress).copy())
 
@@ -88,7 +85,7 @@ def embed_view(
     *,
     keep: bool,
     last: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Count = silent,
 ) -> Embeddings:
     """The embeddings of the usable images in a view.
 

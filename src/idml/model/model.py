@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from idml.embeddings import Embeddings, full_precision
-from idml.files import write_whole
+from idml.errors import unknown_name
+from idml.files import write_atomic
 from idml.model.backbones import PACKAGED, Stages, Trunk, build_trunk
 from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
 
@@ -160,8 +161,6 @@ def build_model(trunk: str = PACKAGED, *, pretrained: bool = True, **config: Any
     known = {f.name for f in dataclasses.fields(ModelConfig)}
     unknown = sorted(set(config) - known)
     if unknown:
-        from idml.losses.base import unknown_name
-
         raise ValueError(unknown_name("model option", unknown[0], sorted(known)))
     return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained and trunk != "conv4")
 
@@ -176,7 +175,7 @@ def save_model(model: Model, run: str | Path) -> Path:
         {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()},
         metadata={"idml": json.dumps(dataclasses.asdict(model.config))},  # one entry: several come in any order
     )
-    write_whole(folder / FILE, data)
+    write_atomic(folder / FILE, data)
     return folder / FILE
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import idml
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.model import PRETRAINED, ModelConfig, fingerprint_of, load_model
 
@@ -79,7 +79,7 @@ def export_onnx(run: str | Path, out: str | Path) -> dict[str, Any]:
     difference = _difference(data, images, dict(zip(names, expected, strict=True)))
     if not difference <= TOLERANCE:  # also true for NaN
         raise ValueError(f"{run}: ONNX Runtime and torch differ by {difference:.1e} (at most {TOLERANCE} is allowed)")
-    write_whole(path, data)
+    write_atomic(path, data)
     return {
         "out": str(path),
         "fingerprint": fingerprint,

@@ -10,7 +10,6 @@ Expected cost on two cores: CUB at 112 px about 3 minutes of features for each s
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,17 @@ from torch import Tensor
 
 from idml.audit.label_errors import SCORES, ambiguous, mislabelled
 from idml.data.datasets import load_dataset
+from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.evaluation import neighbour_scores
 from idml.evaluation.knn import nearest
 from idml.evaluation.uncertainty import auroc
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.model import build_model, load_model
 from idml.model.feature_cache import view_features
+from idml.progress import Note, Progress, silent
 from idml.reproduction.first import FROZEN, SCRATCH
 from idml.reproduction.grid import Cell, interval_text, run_cells, write_table
 from idml.training.config import TrainConfig
@@ -56,8 +57,8 @@ def reproduce_audit(
     out: Path,
     *,
     dry_run: bool = False,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-    note: Callable[[str], None] = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Run what is missing and write the tables beside the results."""
     folder, planned = out / f"audit-{data.partition(':')[0]}", cells(data, seeds)
@@ -77,7 +78,7 @@ def reproduce_audit(
 def judge(config: TrainConfig, run: Path) -> dict[str, Any]:
     """How well each score finds what was planted among the test images, as this run embeds them."""
     model = load_model(run)
-    pixels = load_pixels(load_dataset(config.data, split=config.split).test, round(model.trunk.image_size * 256 / 224))
+    pixels = load_pixels(load_dataset(config.data, split=config.split).test, resized_side(model.trunk.image_size))
     features = view_features(model, pixels)
     embeddings, labels = model.embed_features(features), pixels.images.labels[pixels.usable]
     result: dict[str, Any] = {"planted": planted_figures(embeddings, features, labels, config.seed)}
@@ -86,7 +87,7 @@ def judge(config: TrainConfig, run: Path) -> dict[str, Any]:
     return result
 
 
-def _raw(data: str, seed: int, path: Path, note: Callable[[str], None]) -> dict[str, Any]:
+def _raw(data: str, seed: int, path: Path, note: Note) -> dict[str, Any]:
     """The same of the trunk's own features."""
     if path.exists():
         try:
@@ -95,12 +96,12 @@ def _raw(data: str, seed: int, path: Path, note: Callable[[str], None]) -> dict[
             raise ValueError(f"{path} is not a result; delete it to make it again") from None
         return kept
     model = build_model(image_size=FROZEN["image_size"])
-    pixels = load_pixels(load_dataset(data).test, round(model.trunk.image_size * 256 / 224))
+    pixels = load_pixels(load_dataset(data).test, resized_side(model.trunk.image_size))
     features, labels = view_features(model, pixels), pixels.images.labels[pixels.usable]
     figures = planted_figures(Embeddings.certain(features), features, labels, seed)
     result = {"options": {"loss": RAW, "method": "", "seed": seed}, "planted": figures}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(result, indent=1) + "\n").encode())
+    write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
     note(f"{path.stem}: done")
     return result
 

@@ -1,10 +1,10 @@
 """Everything that `idml reproduce` can make, by name."""
 
-from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from idml.errors import unknown_name
+from idml.progress import Note, Progress, silent
 from idml.reproduction.audit import reproduce_audit
 from idml.reproduction.first import reproduce_first
 from idml.reproduction.guarantee import reproduce_guarantee
@@ -34,16 +34,15 @@ def reproduce(
     scale: str = "laptop",
     regime: str | None = None,
     dry_run: bool = False,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-    note: Callable[[str], None] = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Make a table or figure, or with "results" the page of all of them; the key "table" holds its text.
 
     ``data``, ``seeds``, ``scale`` and ``regime`` have the defaults of `idml.reproduction.reproduce.reproduce_table`.
     """
     if what not in NAMES:
-        near = get_close_matches(what, NAMES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"there is no table {what!r}; did you mean {near!r}? (one of {', '.join(NAMES)})")
+        raise ValueError(unknown_name("table", what, NAMES))
     if seeds is not None and seeds < 1:
         raise ValueError(f"a table needs at least one seed, got {seeds}")
     if what in TABLES:

@@ -6,16 +6,17 @@ some 15 seconds a run.
 """
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from idml.data.datasets import load_dataset
+from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
 from idml.model import build_model
 from idml.model.feature_cache import view_features
+from idml.progress import Note, Progress, silent
 from idml.reproduction.grid import Cell, interval_text, run_cells, what_u_tells, write_table
 
 LOSSES = ("contrastive", "multi_similarity", "proxy_anchor")
@@ -56,8 +57,8 @@ def reproduce_first(
     out: Path,
     *,
     dry_run: bool = False,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-    note: Callable[[str], None] = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Run what is missing and write table.md, table.csv and table.html beside the results."""
     folder = out / f"first-{data.partition(':')[0]}"
@@ -75,7 +76,7 @@ def reproduce_first(
 def raw_features(data: str, size: int) -> dict[str, Any]:
     """What the pretrained trunk's own features reach on the test classes."""
     model = build_model(image_size=size)
-    pixels = load_pixels(load_dataset(data).test, round(size * 256 / 224))
+    pixels = load_pixels(load_dataset(data).test, resized_side(size))
     labels = pixels.images.labels[pixels.usable]
     return dict(evaluate_retrieval(Embeddings.certain(view_features(model, pixels)), labels, recall_at=(1,)))
 

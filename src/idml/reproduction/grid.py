@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from idml.data.datasets import load_dataset
+from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.evaluation.evaluate import measure_ambiguity
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.model import load_model
+from idml.progress import Note, Progress
 from idml.report_html import page, table
 from idml.training.config import TrainConfig, from_dict
 from idml.training.loop import train
 
 UNTAUGHT: dict[str, Any] = {"introspection": "none", "u_hidden": 0}
 """What a run of a table has unless its options say otherwise; `idml train` teaches the u of plain runs by default."""
-Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def run_cells(
     folder: Path,
     *,
     judge: Callable[[TrainConfig, Path], dict[str, Any]],
-    report: Report,
-    note: Callable[[str], None],
+    report: Progress,
+    note: Note,
 ) -> dict[str, dict[str, Any]]:
     """The results of the cells: the run's own metrics and what ``judge`` finds. Those ``folder`` holds are read.
 
@@ -59,7 +60,7 @@ def run_cells(
         metrics = train(config, resume=True, report=report)
         result = {"options": cell.options, "data": data.partition(":")[0], **metrics, **judge(config, run)}
         result["seconds"] = round(time.perf_counter() - started, 1)
-        write_whole(path, (json.dumps(result, indent=1) + "\n").encode())
+        write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         shutil.rmtree(run)
         results[cell.name] = result
         note(f"{cell.name}: recall@1 {result['selected']['recall@1']:.1%} in {result['seconds']:.0f} s")
@@ -81,7 +82,7 @@ def what_u_tells(config: TrainConfig, run: Path) -> dict[str, Any]:
     """Whether ‖u‖ of the test images tells the ambiguous ones, and its level, spread and weight at the end."""
     model = load_model(run)
     test = load_dataset(config.data, split=config.split).test
-    pixels = load_pixels(test, round(model.trunk.image_size * 256 / 224))
+    pixels = load_pixels(test, resized_side(model.trunk.image_size))
     told: dict[str, Any] = dict(measure_ambiguity(model, pixels, keep=config.freeze_trunk))
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     last = [row for row in rows if "loss" in row][-20:]
@@ -95,11 +96,11 @@ def write_table(folder: Path, name: str, header: list[str], rows: list[list[str]
     """Write a table as Markdown, CSV and HTML into ``folder``; returns the Markdown."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([header, *rows])
-    write_whole(folder / f"{name}.csv", file.getvalue().encode())
+    write_atomic(folder / f"{name}.csv", file.getvalue().encode())
     markdown = "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
-    write_whole(folder / f"{name}.md", f"{markdown}\n".encode())
+    write_atomic(folder / f"{name}.md", f"{markdown}\n".encode())
     title = f"{folder.name}, {name}"
-    write_whole(folder / f"{name}.html", page(title, f"<h1>{title}</h1>", table(header, rows)))
+    write_atomic(folder / f"{name}.html", page(title, f"<h1>{title}</h1>", table(header, rows)))
     return markdown
 
 

@@ -18,7 +18,7 @@ each seed and share 1 to 3 minutes, on glyphs 2 to 6.
 
 import json
 import shutil
-from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from idml.calibration.stored import Calibration
 from idml.data.datasets import load_dataset
 from idml.data.sampling import random_stream
 from idml.evaluation.evaluate import EvaluatedModel
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.model.feature_cache import CLEAN
+from idml.progress import Note, Progress, image_counter, silent
 from idml.reproduction import first
 from idml.reproduction.grid import UNTAUGHT, Cell, _read
 from idml.reproduction.guarantee_tables import write_tables
@@ -44,8 +45,6 @@ ERRORS, SHARES, ROUNDS, DELTA = (0.05, 0.1, 0.2), (0.0, 0.25, 0.5), 200, 0.1
 COMPARED = 10  # rounds in which P is compared with every score
 GALLERIES, SAMPLES = ("labelled", "unlabelled"), ("image", "class")
 SENT_AWAY = 0.05  # the share of known queries that may be told "not in the collection"
-
-Report = Callable[[dict[str, Any]], None]
 
 
 def cells(data: str, seeds: int) -> list[Cell]:
@@ -74,8 +73,8 @@ def reproduce_guarantee(
     out: Path,
     *,
     dry_run: bool = False,
-    report: Report = lambda row: None,
-    note: Callable[[str], None] = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Run what is missing and write the tables beside the results."""
     folder, planned = out / f"guarantee-{data.partition(':')[0]}", cells(data, seeds)
@@ -88,14 +87,14 @@ def reproduce_guarantee(
         pool = _pool(data, run, todo[0], report)
         for cell in todo:
             result = {"options": cell.options, "data": data.partition(":")[0], **measure(pool, cell, report)}
-            write_whole(folder / f"{cell.name}.json", (json.dumps(result, indent=1) + "\n").encode())
+            write_atomic(folder / f"{cell.name}.json", (json.dumps(result, indent=1) + "\n").encode())
             note(f"{cell.name}: {result['queries']:,} queries, {result['right']:.1%} first results right")
         shutil.rmtree(run)
     results = {cell.name: _read(folder / f"{cell.name}.json", cell) for cell in planned}
     return {"results": results, "table": write_tables(folder, list(results.values()))}
 
 
-def _pool(data: str, run: Path, cell: Cell, report: Report) -> QueryPool:
+def _pool(data: str, run: Path, cell: Cell, report: Progress) -> QueryPool:
     """The embedded test images of a run, which is trained if it is not there."""
     options = {name: value for name, value in cell.options.items() if name not in ("unknown", "rounds")}
     config = from_dict({**UNTAUGHT, **options, "data": data, "out": str(run)})
@@ -103,15 +102,14 @@ def _pool(data: str, run: Path, cell: Cell, report: Report) -> QueryPool:
         run.parent.mkdir(parents=True, exist_ok=True)
         train(config, resume=True, report=report)
 
-    def counted(what: str) -> Callable[[int, int], None]:
-        return lambda done, total: report({"done": done, "images": total, "what": what})
+    counted = partial(image_counter, report)
 
     candidate = EvaluatedModel.load(run, load_dataset(data, split=config.split), None, counted, lambda line: None)
     theirs = () if candidate.gallery is None else (candidate.gallery_embeddings, candidate.gallery_labels)
     return QueryPool(candidate.embed_view(CLEAN)[1], candidate.labels, *theirs)
 
 
-def measure(pool: QueryPool, cell: Cell, report: Report = lambda row: None) -> dict[str, Any]:
+def measure(pool: QueryPool, cell: Cell, report: Progress = silent) -> dict[str, Any]:
     """What happens to the promises at one share of unknown queries, and what P is worth there.
 
     ``promises``: for each gallery, sample and wished error rate the sums over the rounds of what `outcome` counts;

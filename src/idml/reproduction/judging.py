@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from idml.data.augment import MIXED, View
+from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
@@ -87,7 +88,7 @@ def judge_raw(dataset: Dataset, base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pixels(images: ImageSet, size: int) -> Pixels:
-    return load_pixels(images, round(size * 256 / 224))
+    return load_pixels(images, resized_side(size))
 
 
 def _flat(pixels: Pixels, size: int) -> Tensor:

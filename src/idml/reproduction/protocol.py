@@ -6,7 +6,7 @@ classes are looked at when all is chosen.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from idml.data.datasets import load_dataset
 from idml.data.sources import Dataset
+from idml.progress import Note, Progress
 from idml.reproduction.arms import Arm
 from idml.reproduction.grid import Cell
 from idml.reproduction.store import RAW, Store
@@ -66,7 +67,7 @@ def missing_cells(store: Store, arms: Iterable[Arm], seeds: int) -> list[Cell]:
     return list(cells.values())
 
 
-def official_dataset(data: str, note: Callable[[str], None]) -> Dataset:
+def official_dataset(data: str, note: Note) -> Dataset:
     """The data set; refused if it is not what its name says, but for one image in a thousand, which is noted.
 
     Copies of Cars196 lack 15 of its 16,185 images.
@@ -83,8 +84,8 @@ def run_arms(
     seeds: int,
     dataset: Dataset,
     *,
-    report: Callable[[dict[str, Any]], None],
-    note: Callable[[str], None],
+    report: Progress,
+    note: Note,
 ) -> None:
     """Make what is missing. Other workers may do the same at the same time: each takes a cell that is free."""
     arms, processes, waiting = list(arms), Processes(), False
@@ -109,8 +110,8 @@ def _make_one(
     cells: list[Cell],
     processes: Processes,
     dataset: Dataset,
-    report: Callable[[dict[str, Any]], None],
-    note: Callable[[str], None],
+    report: Progress,
+    note: Note,
 ) -> bool:
     """Take the first free cell and make it; of several processes of one run, all of them the same."""
     if not processes.first:

@@ -15,9 +15,9 @@ dry run) where frozen takes 2. It is there for chosen rows; frozen is the main r
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
+from idml.errors import unknown_name
 from idml.reproduction.first import FROZEN, SCRATCH
 from idml.reproduction.grid import UNTAUGHT
 from idml.training.config import preset
@@ -86,7 +86,7 @@ def regime_for(data: str, scale: str = "laptop", name: str | None = None) -> Reg
     ('scratch', 'frozen', 'resnet50')
     """
     if scale not in SCALES:
-        raise ValueError(f"there is no scale {scale!r}; known are {' and '.join(SCALES)}")
+        raise ValueError(unknown_name("scale", scale, SCALES))
     if scale == "paper":
         if name is not None:
             raise ValueError(f"the paper's scale trains the whole network: leave out the regime {name!r}")
@@ -94,8 +94,7 @@ def regime_for(data: str, scale: str = "laptop", name: str | None = None) -> Reg
     if name is None:
         name = "scratch" if data == "glyphs" else "frozen"
     if name not in _LAPTOP:
-        near = get_close_matches(name, _LAPTOP, n=1, cutoff=0.0)[0]
-        raise ValueError(f"there is no regime {name!r}; did you mean {near!r}? (one of {', '.join(_LAPTOP)})")
+        raise ValueError(unknown_name("regime", name, _LAPTOP))
     return _LAPTOP[name]
 
 

@@ -1,11 +1,11 @@
 """`idml reproduce TABLE`: make what is missing of a table, and write it; or say what that would cost."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from idml.data.datasets import load_dataset
-from idml.files import write_whole
+from idml.files import write_atomic
+from idml.progress import Note, Progress, silent
 from idml.reproduction.arms import Arms
 from idml.reproduction.claims import Found
 from idml.reproduction.compare import ROUNDS
@@ -31,8 +31,8 @@ def reproduce_table(
     scale: str = "laptop",
     regime: str | None = None,
     dry_run: bool = False,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-    note: Callable[[str], None] = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Run what is missing of a table and write it as Markdown, CSV and HTML; a second call only reads.
 
@@ -82,7 +82,7 @@ def written(what: str, table: Table, store: Store, seeds: int, out: Path) -> dic
     folder.mkdir(parents=True, exist_ok=True)
     header, rows = shown_columns(table, found)
     markdown = write_table(folder, "table", header, rows)
-    write_whole(folder / "per_seed.csv", per_seed(table, found).encode())
+    write_atomic(folder / "per_seed.csv", per_seed(table, found).encode())
     verdicts = [(claim.text, claim.judge(found)) for claim in table.claims]
     lines = [f"- {text}: **{verdict.word}** ({verdict.reason})" for text, verdict in verdicts]
     text = "\n".join(

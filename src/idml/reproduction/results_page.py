@@ -4,13 +4,13 @@ Nothing is trained and nothing is written by hand; what is missing is said to be
 """
 
 import html
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from idml.files import write_whole
+from idml.files import write_atomic
+from idml.progress import Note, silent
 from idml.report_html import drawing, page, prose, table
 from idml.reproduction import step
 from idml.reproduction.arms import Arms
@@ -106,7 +106,7 @@ class Section:
         )
 
 
-def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, Any]:
     """Write both pages into ``docs``; returns the verdicts."""
     sections, missing = list[Section](), list[Section]()
     for data, regime in stored_regimes(out):
@@ -123,8 +123,8 @@ def write_results(out: Path, docs: Path, *, note: Callable[[str], None] = lambda
     verdicts = [(s, claim, claim.judge(s.found)) for s in sections for claim in s.table.claims]
     docs.mkdir(parents=True, exist_ok=True)
     drawn = _drawn(out)
-    write_whole(docs / "results.md", _markdown(sections, missing, verdicts, drawn).encode())
-    write_whole(docs / "results.html", _html(sections, missing, verdicts, drawn))
+    write_atomic(docs / "results.md", _markdown(sections, missing, verdicts, drawn).encode())
+    write_atomic(docs / "results.html", _html(sections, missing, verdicts, drawn))
     counts = {word: sum(v.word == word for *_, v in verdicts) for word in WORDS}
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     text = f"{len(sections)} tables, {len(verdicts)} claims: {told}; {docs / 'results.md'}, {docs / 'results.html'}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from idml.embeddings import Embeddings
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.metric import IntrospectiveMetric
 from idml.probabilistic import gaussian_kl_distances
 from idml.report_html import drawing, page, table
@@ -115,7 +115,7 @@ def _written(folder: Path, header: list[str], values: list[list[float]], figure:
     rows = texts(values)
     markdown = write_table(folder, "table", header, rows)
     whole = page(folder.name, f"<h1>{folder.name}</h1>", drawing(figure, folder.name), table(header, rows))
-    write_whole(folder / "table.html", whole)
+    write_atomic(folder / "table.html", whole)
     return {"table": markdown, "header": header, "rows": rows}
 
 

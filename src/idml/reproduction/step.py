@@ -9,7 +9,6 @@ says that the plain loss pulls the pair together more. Expected cost: one traini
 import copy
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +16,18 @@ import torch
 from torch import Tensor
 
 from idml.data.datasets import hold_out
+from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import class_batches
 from idml.data.sources import ImageSet
 from idml.embeddings import Embeddings
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
 from idml.model.feature_cache import CLEAN, features_of
-from idml.report_html import drawing, page
+from idml.progress import Note, Progress, silent
+from idml.report_html import drawing, page, tsne_positions
 from idml.reproduction.arms import Arms
 from idml.reproduction.drawing import new_figure
 from idml.reproduction.protocol import official_dataset
@@ -46,8 +47,8 @@ def reproduce_step(
     data: str,
     out: Path,
     *,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-    note: Callable[[str], None] = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Make the figure, or read it; its numbers go to step.json, the drawing to step.html."""
     regime = regime_for(data)
@@ -63,9 +64,9 @@ def reproduce_step(
         if not (run / "metrics.json").exists():
             train(config, resume=True, report=report, note=note)
         found = {"version": VERSION, **one_step(load_model(run), config, hold_out(dataset.train, config.holdout)[0])}
-        write_whole(folder / "step.json", (json.dumps(found) + "\n").encode())
+        write_atomic(folder / "step.json", (json.dumps(found) + "\n").encode())
         shutil.rmtree(run)
-    write_whole(folder / "step.html", page("One step", "<h1>One step</h1>", drawing(step_figure(found), "one step")))
+    write_atomic(folder / "step.html", page("One step", "<h1>One step</h1>", drawing(step_figure(found), "one step")))
     return {"table": sentence(found), **found}
 
 
@@ -80,7 +81,7 @@ def stored_step(out: Path, data: str) -> dict[str, Any] | None:
 
 def one_step(model: Model, config: TrainConfig, images: ImageSet) -> dict[str, Any]:
     """α of the ambiguous image to its positive before and after a step of each loss, and a map of the batch."""
-    pixels = load_pixels(images, round(model.trunk.image_size * 256 / 224))
+    pixels = load_pixels(images, resized_side(model.trunk.image_size))
     usable = pixels.usable
     batch = class_batches(images.labels[usable], config.batch_size, config.per_class, seed=0, epoch=0)[0]
     numbers = usable[batch]
@@ -132,10 +133,8 @@ def _stepped(model: Model, features: Tensor, change: Tensor) -> Embeddings:
 
 def _map(embeddings: list[Embeddings]) -> list[list[list[float]]]:
     """One t-SNE of the batch before and after both steps [3][n][2]."""
-    from openTSNE import TSNE
-
     rows = torch.cat([e.unit for e in embeddings]).double().numpy()
-    places = TSNE(perplexity=min(30, (len(rows) - 1) // 3), random_state=0, n_jobs=1).fit(rows)
+    places = tsne_positions(rows)
     each = len(rows) // len(embeddings)
     return [[[round(float(v), 2) for v in p] for p in places[i : i + each]] for i in range(0, len(rows), each)]
 

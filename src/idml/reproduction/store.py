@@ -5,7 +5,6 @@ or not at all; a run that was stopped is gone on with; a file that is damaged, o
 other options or other images made, counts as absent and is made again, which is said in one line.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 
 from idml.data.sources import Dataset
 from idml.embeddings import Embeddings
-from idml.files import write_whole
+from idml.files import lock_file, write_atomic
+from idml.progress import Note, Progress, silent
 from idml.reproduction.grid import UNTAUGHT, Cell
 from idml.reproduction.judging import judge, judge_raw
 from idml.reproduction.regimes import Regime
@@ -33,14 +33,12 @@ RAW = "raw"
 _LONGEST = 120  # characters of a name
 _NAMED = ("loss", "method", "lr", "seed")
 _TRUNK = ("freeze_trunk", "train")  # the folder's regime says it
-Report = Callable[[dict[str, Any]], None]
-Note = Callable[[str], None]
 
 
 class Store:
     """The cells of a data set in a regime, in ``out``/cells-<data>-<regime>."""
 
-    def __init__(self, out: Path, data: str, regime: Regime, note: Note = lambda text: None) -> None:
+    def __init__(self, out: Path, data: str, regime: Regime, note: Note = silent) -> None:
         self.data, self.regime, self.note = data, regime, note
         self.folder = out / f"cells-{data.partition(':')[0]}-{regime.name}"
         self.images: str | None = None
@@ -75,19 +73,19 @@ class Store:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{cell.name}.lock"
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
+        try:
+            lock = lock_file(path, wait=False)
+        except BlockingIOError:
+            yield False
+            return
+        with lock:
             try:
                 yield True
             finally:
                 if self.read(cell) is not None:
                     path.unlink(missing_ok=True)
 
-    def make(self, cell: Cell, dataset: Dataset, report: Report, *, first: bool = True) -> None:
+    def make(self, cell: Cell, dataset: Dataset, report: Progress, *, first: bool = True) -> None:
         """Train and judge a cell, or go on with it; one whose training fails on its numbers is kept as failed.
 
         Of several processes that train it together the first one judges and writes.
@@ -103,13 +101,13 @@ class Store:
             return
         found |= {"seconds": round(time.perf_counter() - started, 1), **_made(), "images": _fingerprint(dataset)}
         result = {"version": VERSION, "options": cell.options, **found}
-        write_whole(self.folder / f"{cell.name}.json", (_json(result) + "\n").encode())
+        write_atomic(self.folder / f"{cell.name}.json", (_json(result) + "\n").encode())
         shutil.rmtree(self._run(cell), ignore_errors=True)
 
     def _run(self, cell: Cell) -> Path:
         return self.folder / f"{cell.name}.run"
 
-    def _train(self, cell: Cell, dataset: Dataset, report: Report) -> dict[str, Any]:
+    def _train(self, cell: Cell, dataset: Dataset, report: Progress) -> dict[str, Any]:
         run = self._run(cell)
         config = from_dict({**self.regime.base, **cell.options, "data": self.data, "out": str(run)})
         seen: list[Embeddings] = []

@@ -4,7 +4,7 @@ Two losses × plain, ism, idml, pel. Expected cost on two cores: CUB at 112 px a
 each seed and 6 minutes of test features once, then some 40 seconds a run.
 """
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from idml.evaluation.evaluate import (
 )
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
 from idml.evaluation.uncertainty import auroc_between, evaluate_uncertainty, paired_rise
+from idml.progress import Note, Progress, image_counter, silent
 from idml.reproduction.first import FROZEN
 from idml.reproduction.grid import Cell, interval_text, run_cells, write_table
 from idml.training.config import TrainConfig
@@ -41,13 +42,10 @@ def cells(seeds: int) -> list[Cell]:
 def judge(config: TrainConfig, run: Path) -> dict[str, Any]:
     """The figures of every score in every view."""
     dataset = load_dataset(config.data, split=config.split)
-
-    def silent(what: str) -> Callable[[int, int], None]:
-        return lambda done, total: None
-
-    candidate = EvaluatedModel.load(run, dataset, None, silent, lambda line: None)
-    train = load_model_pixels(candidate.model, dataset.train, silent, lambda line: None)
-    measured = measure(candidate, (MIXED, *MIDDLE), predictor=fit_error_predictor(candidate, train, lambda line: None))
+    uncounted = partial(image_counter, silent)
+    candidate = EvaluatedModel.load(run, dataset, None, uncounted, silent)
+    train = load_model_pixels(candidate.model, dataset.train, uncounted, silent)
+    measured = measure(candidate, (MIXED, *MIDDLE), predictor=fit_error_predictor(candidate, train, silent))
     return {"queries": len(measured.rows), "views": {view: _figures(measured, view) for view in measured.views}}
 
 
@@ -68,8 +66,8 @@ def reproduce_uncertainty(
     out: Path,
     *,
     dry_run: bool = False,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
-    note: Callable[[str], None] = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
 ) -> dict[str, Any]:
     """Run what is missing and write the tables beside the results."""
     folder, planned = out / f"uncertainty-{data.partition(':')[0]}", cells(seeds)

@@ -1,6 +1,5 @@
 """What turns images into embeddings for a gallery: the model of a run, or the pretrained trunk as it is."""
 
-import fcntl
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from idml.data.images import as_tested
 from idml.embeddings import Embeddings
-from idml.files import cache_folder
+from idml.files import cache_folder, lock_file
 from idml.model.model import (
     FILE,
     PRETRAINED,
@@ -157,8 +156,7 @@ def _exported(run: str | Path, fingerprint: str) -> OnnxFile:
         return file
     cached = cache_folder() / f"model-{fingerprint}-v{FORMAT}.onnx"
     cached.parent.mkdir(parents=True, exist_ok=True)
-    with cached.with_suffix(".lock").open("w") as lock:  # a second process waits for the first and uses its file
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(cached.with_suffix(".lock")):  # a second process waits for the first and uses its file
         file = _fitting(cached, fingerprint)
         if file is None:
             export_onnx(run, cached)

@@ -23,11 +23,10 @@ from PIL import Image
 
 from idml.calibration.stored import Calibration
 from idml.data.images import FORMATS, decode_image
-from idml.files import write_whole
+from idml.files import sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, PRETRAINED
 from idml.search.embedder import ONNX
-from idml.search.engines.store import sync_folder
 from idml.search.results import SEARCHED
 
 MODEL = "model"
@@ -83,13 +82,13 @@ def carry(run: str | Path, folder: Path) -> None:
     for name in {FILE, PRETRAINED, *_BESIDE} - content.keys():
         (to / name).unlink(missing_ok=True)  # a kill may have left it when another gallery was being made here
     for name, data in content.items():
-        write_whole(to / name, data)
+        write_atomic(to / name, data)
 
 
 def carry_later(run: str | Path, folder: Path) -> None:
     """Copy what a run has beside its model into the gallery in ``folder``; what it lacks stays as it is there."""
     for name, data in _beside(run).items():
-        write_whole(folder / MODEL / name, data)
+        write_atomic(folder / MODEL / name, data)
 
 
 def _beside(run: str | Path) -> dict[str, bytes]:
@@ -151,8 +150,7 @@ class Roots:
         own = os.path.basename(folder) or "root"
         taken = {UPLOADS, *roots}
         name = next(x for n in range(1, len(taken) + 2) if (x := own if n == 1 else f"{own}-{n}") not in taken)
-        write_whole(self.folder / ROOTS, (json.dumps({**roots, name: folder}, indent=1) + "\n").encode())
-        sync_folder(self.folder)
+        write_atomic(self.folder / ROOTS, (json.dumps({**roots, name: folder}, indent=1) + "\n").encode())
         return name
 
     def find(self, path: str) -> Path | None:
@@ -172,8 +170,7 @@ class Roots:
         if not file.parent.is_dir():
             file.parent.mkdir()
             sync_folder(self.folder)
-        write_whole(file, data)
-        sync_folder(file.parent)
+        write_atomic(file, data)
 
     def forget(self, id: str) -> None:
         """Delete the bytes of an uploaded image, if there are any."""

@@ -8,11 +8,12 @@ together: a kill costs at most these, and the next call goes on as if nothing ha
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from idml.data.layouts import EXTENSIONS
+from idml.progress import Count, Note, silent
 from idml.search.adding import embed_uploads, undamaged
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
@@ -38,8 +39,8 @@ def index_folder(
     gallery: Gallery,
     folder: Path,
     *,
-    progress: Callable[[int, int], None] = lambda done, images: None,
-    note: Callable[[str], None] = lambda line: None,
+    progress: Count = silent,
+    note: Note = silent,
 ) -> Indexed:
     """Bring the images of a folder into a gallery, and remove those of its items whose files are gone.
 
@@ -139,7 +140,7 @@ class _Work:
     root: str
     prefix: str
     before: dict[str, Item]
-    note: Callable[[str], None]
+    note: Note
     seen: set[str] = field(default_factory=set)
     new: int = 0
     replaced: int = 0

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from idml.files import cache_folder, write_whole
+from idml.files import cache_folder, write_atomic
+from idml.report_html import tsne_positions
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
 
@@ -78,12 +78,12 @@ def _read(path: Path, key: str, items: int) -> list[tuple[float, float]] | None:
 def _keep(path: Path, key: str, places: Sequence[tuple[float, float]]) -> None:
     with suppress(OSError):  # a reader may not be allowed to write here, or another one is at it
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"key": key, "places": places}).encode())
+        write_atomic(path, json.dumps({"key": key, "places": places}).encode())
 
 
 def _draw(units: Tensor) -> list[tuple[float, float]]:
     different = len(units.unique(dim=0))
-    xy = _circle(len(units)) if len(units) < 4 or different < 2 else _tsne(units.numpy())
+    xy = _circle(len(units)) if len(units) < 4 or different < 2 else tsne_positions(units.numpy())
     if not np.isfinite(xy).all():
         xy = _circle(len(units))
     low, high = xy.min(axis=0), xy.max(axis=0)
@@ -96,15 +96,3 @@ def _circle(items: int) -> NDArray[np.float64]:
     """For items that no map can tell apart."""
     angle = 2 * np.pi * np.arange(items) / items
     return np.stack([np.cos(angle), np.sin(angle)], axis=1)
-
-
-def _tsne(points: NDArray[np.float32]) -> NDArray[np.float64]:
-    from openTSNE import TSNE
-
-    place = TSNE(
-        perplexity=min(30, (len(points) - 1) / 3),
-        random_state=0,
-        n_jobs=torch.get_num_threads(),
-        negative_gradient_method="bh",
-    ).fit(points)
-    return np.asarray(place, dtype=np.float64)

@@ -6,12 +6,12 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from idml.progress import Note
 from idml.search.embedder import Runtime
 from idml.server.limits import Limits
 from idml.server.security import Keys, is_loopback
@@ -32,7 +32,7 @@ def serve(
     run: str | Path | None = None,
     runtime: Runtime = "torch",
     limits: Limits | None = None,
-    note: Callable[[str], None] = _say,
+    note: Note = _say,
 ) -> None:
     """Serve a gallery and the page until SIGTERM or SIGINT; what is in flight is finished, then the gallery is closed.
 
@@ -108,7 +108,7 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _opened(place: str | Path, run: str | Path | None, runtime: Runtime, note: Callable[[str], None]) -> "Gallery":
+def _opened(place: str | Path, run: str | Path | None, runtime: Runtime, note: Note) -> "Gallery":
     from idml.search.gallery import Gallery
 
     try:

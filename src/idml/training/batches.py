@@ -15,7 +15,8 @@ from idml.data.pixel_cache import Pixels
 from idml.data.sampling import class_batches, random_batches, random_stream
 from idml.files import cache_folder, cached_array
 from idml.model import Model
-from idml.model.feature_cache import VERSION, Kept, Progress
+from idml.model.feature_cache import VERSION, Kept
+from idml.progress import Count
 from idml.training.config import TrainConfig
 
 
@@ -96,7 +97,7 @@ class _Rows(Dataset[tuple[Tensor, Tensor]]):
 class FrozenStream:
     """Batches of features [n, width] instead of images, or of what the last stage sees [n, c, h, w]."""
 
-    def __init__(self, stream: Stream, model: Model, progress: Progress) -> None:
+    def __init__(self, stream: Stream, model: Model, progress: Count) -> None:
         self.stream, self.crops = stream, stream.config.crops
         self.plans = [stream.plan(epoch) for epoch in range(self.crops)]
         self.steps = len(self.plans[0])
@@ -148,7 +149,7 @@ class FrozenStream:
         degraded = self.stream.degradations(len(numbers), planned, row)
         return Batch(torch.cat(rows).to(device), drawn.labels, drawn.mixed, drawn.lam, degraded)
 
-    def _rows(self, name: str, key: tuple[Any, ...], progress: Progress) -> NDArray[Any]:
+    def _rows(self, name: str, key: tuple[Any, ...], progress: Count) -> NDArray[Any]:
         count, size = self.crops * self.steps, self.stream.config.batch_size
         stream = copy(self.stream)
         stream.config = replace(stream.config, mixtures=1.0)  # for all runs, however many mixtures they want

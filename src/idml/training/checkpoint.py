@@ -1,21 +1,19 @@
 """Checkpoints: everything a run needs to go on, in one safetensors file that is written whole or not at all."""
 
-import fcntl
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
-from idml.files import write_whole
+from idml.files import lock_file, write_atomic
 from idml.training.config import TrainConfig, difference, from_dict
 
 
 @dataclass(frozen=True)
-class Progress:
+class Position:
     """Where a run stands: ``step`` steps are done, and the best held-out result was seen at ``best_step``."""
 
     step: int = 0
@@ -28,7 +26,7 @@ def save_checkpoint(
     model: nn.Module,
     loss: nn.Module,
     optimizer: torch.optim.Optimizer,
-    progress: Progress,
+    progress: Position,
     config: TrainConfig,
     dataset: str,
     introspection: nn.Module | None = None,
@@ -45,7 +43,7 @@ def save_checkpoint(
     note = {"progress": asdict(progress), "config": asdict(config), "dataset": dataset}
     data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata={"idml": json.dumps(note)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, data)
+    write_atomic(path, data)
 
 
 def load_checkpoint(
@@ -56,14 +54,14 @@ def load_checkpoint(
     config: TrainConfig,
     dataset: str,
     introspection: nn.Module | None = None,
-) -> Progress:
+) -> Position:
     """Put a checkpoint back; one of another configuration or data set is refused with the difference."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             note = json.loads(file.metadata()["idml"])
-            before, data, progress = from_dict(note["config"]), note["dataset"], Progress(**note["progress"])
+            before, data, progress = from_dict(note["config"]), note["dataset"], Position(**note["progress"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a sound checkpoint ({str(error).splitlines()[0]})") from None
@@ -92,18 +90,12 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def lock_run(run: Path) -> TextIO:
+def lock_run(run: Path) -> BinaryIO:
     """Hold the run directory for this process until the returned file is closed; a second run is refused."""
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = (run / ".lock").open("w")
+        return lock_file(run / ".lock", wait=False)
+    except BlockingIOError:
+        raise ValueError(f"another run is writing into {str(run)!r}") from None
     except OSError as error:
         raise ValueError(f"cannot write into the run directory {str(run)!r} ({error.strerror})") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ValueError(f"another run is writing into {str(run)!r}") from None
-    # a forked worker would hold the lock beyond the death of this process
-    os.register_at_fork(after_in_child=file.close)
-    return file

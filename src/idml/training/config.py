@@ -3,8 +3,9 @@
 import dataclasses
 import math
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from idml.errors import unknown_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,8 +235,7 @@ def from_dict(values: dict[str, Any]) -> TrainConfig:
     known = ["preset", *(f.name for f in dataclasses.fields(TrainConfig))]
     for key in values:
         if key not in known:
-            near = get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown option {key!r}; did you mean {near!r}?")
+            raise ValueError(unknown_name("option", key, known, choices="idml train --help lists them"))
     missing = [
         f.name for f in dataclasses.fields(TrainConfig) if f.default is dataclasses.MISSING and f.name not in values
     ]
@@ -255,8 +255,7 @@ def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        near = get_close_matches(str(value), choices, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown {name} {value!r}; did you mean {near!r}? (one of {', '.join(choices)})")
+        raise ValueError(unknown_name(name, value, choices))
 
 
 def _require_number(
@@ -380,6 +379,6 @@ def preset(name: str, data: str) -> dict[str, Any]:
     3.0
     """
     if name not in NAMES:
-        raise ValueError(f"unknown preset {name!r}; known are {' and '.join(NAMES)}")
+        raise ValueError(unknown_name("preset", name, NAMES))
     options = {**_PAPER, **_BY_DATA.get(data.partition(":")[0], {})}
     return options if name == "paper" else {**options, **_RELEASE}

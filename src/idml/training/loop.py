@@ -9,6 +9,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,25 @@ import yaml
 from torch import Tensor, nn
 
 from idml.data.datasets import hold_out, load_dataset
+from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sampling import random_stream
 from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.model import Model, load_model, save_model
 from idml.model.feature_cache import embed_view
+from idml.progress import Count, Note, Progress, image_counter, silent
 from idml.training.batches import FrozenStream, Stream
 from idml.training.build import build, build_optimiser, fold_as_trained, set_learning_rate, set_modes
-from idml.training.checkpoint import Progress, load_checkpoint, lock_run, save_checkpoint
+from idml.training.checkpoint import Position, load_checkpoint, lock_run, save_checkpoint
 from idml.training.config import Train, TrainConfig, fitted_to, idle_options
 from idml.training.distributed import Processes
 from idml.training.introspection import Introspection
 from idml.training.noise import with_label_noise
 from idml.training.run_log import Log, stop_on_sigterm, uncertainty_figures, uncertainty_warnings, write_report
 from idml.training.step import learn, require_finite, require_finite_gradients
-
-Report = Callable[[dict[str, Any]], None]
-Note = Callable[[str], None]
 
 
 class Interrupted(Exception):
@@ -49,8 +49,8 @@ def train(
     resume: bool = False,
     dataset: Dataset | None = None,
     pages: bool = True,
-    report: Report = lambda row: None,
-    note: Note = lambda text: None,
+    report: Progress = silent,
+    note: Note = silent,
     tested: Callable[[Embeddings], None] = lambda embeddings: None,
 ) -> dict[str, Any]:
     """Train a model and leave it in ``config.out``; returns what metrics.json holds.
@@ -76,8 +76,7 @@ def train(
             raise ValueError(f"{str(run)!r} already holds a run; go on with --resume, or choose another directory")
 
         # data: the training classes, a part of them held out for choosing the best epoch
-        def counted(what: str) -> Callable[[int, int], None]:
-            return lambda done, total: report({"done": done, "images": total, "what": what})
+        counted = partial(image_counter, report)
 
         if dataset is None:
             dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
@@ -92,7 +91,7 @@ def train(
         model, loss = build(config, len(seen.classes))
         model.to(device)
         loss.to(device)
-        side = round(model.trunk.image_size * 256 / 224)
+        side = resized_side(model.trunk.image_size)
 
         def pixels_of(images: ImageSet) -> Pixels:
             pixels = load_pixels(images, side, progress=counted("decoded"))
@@ -120,7 +119,7 @@ def train(
         introspection = None
         if config.introspection != "none":
             introspection = Introspection(config, learned.images.labels).to(device)
-        progress = Progress()
+        progress = Position()
         if resume and last.exists():
             progress = load_checkpoint(last, model, loss, optimizer, config, fingerprint, introspection)
         elif config.pca and config.starts_from_weights:
@@ -129,7 +128,7 @@ def train(
         log = None
         if processes.first:
             options = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
-            write_whole(run / "config.yaml", options.encode())
+            write_atomic(run / "config.yaml", options.encode())
             log = Log(run, progress.step, board=pages)
             stack.callback(log.close)
 
@@ -232,7 +231,7 @@ def train(
         save_model(best, run)
         if pages:
             write_report(run, config, metrics, test, embeddings.level)
-        write_whole(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
+        write_atomic(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
         return metrics
 
 
@@ -247,7 +246,7 @@ def _plain(config: TrainConfig) -> dict[str, Any]:
 class Judge:
     """Embeds sets of images as a test sees them and takes their figures; what does not learn sees each set once."""
 
-    def __init__(self, part: Train, progress: Callable[[int, int], None]) -> None:
+    def __init__(self, part: Train, progress: Count) -> None:
         self.part, self.progress = part, progress
 
     def embeddings(self, model: Model, pixels: Pixels) -> Embeddings:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.metric import IntrospectiveMetric
-from idml.report_html import page, strip, table
+from idml.report_html import page, picture, table
 from idml.training.config import TrainConfig
 
 
@@ -58,7 +58,7 @@ class Log:
         path = run / "log.jsonl"
         if path.exists():
             rows = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-            write_whole(path, "".join(f"{line}\n" for line in rows).encode())
+            write_atomic(path, "".join(f"{line}\n" for line in rows).encode())
         self.file = path.open("a")
         self.board = None
         if board:
@@ -127,11 +127,11 @@ def write_report(run: Path, config: TrainConfig, metrics: dict[str, Any], pixels
         "<h2>Training</h2>",
         _curves(rows),
         "<h2>Most uncertain test images</h2>",
-        strip(pixels, most, "the test images with the largest uncertainty level"),
+        picture(pixels.array[most.numpy()], "the test images with the largest uncertainty level"),
         "<h2>Least uncertain test images</h2>",
-        strip(pixels, least, "the test images with the smallest uncertainty level"),
+        picture(pixels.array[least.numpy()], "the test images with the smallest uncertainty level"),
     ]
-    write_whole(run / "report.html", page(f"{config.loss}, {config.method}", *parts))
+    write_atomic(run / "report.html", page(f"{config.loss}, {config.method}", *parts))
 
 
 def _curves(rows: list[dict[str, Any]]) -> str:

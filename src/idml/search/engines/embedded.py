@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from idml.embeddings import Embeddings
+from idml.files import sync_folder
 from idml.search.engines import Added, DamagedGallery, Engine, Item, Properties, check_text
 from idml.search.engines.generations import (
     CURRENT,
@@ -21,7 +22,7 @@ from idml.search.engines.generations import (
 )
 from idml.search.engines.intake import check_batch, item_rows
 from idml.search.engines.reading import Reading
-from idml.search.engines.store import Store, sync_folder
+from idml.search.engines.store import Store
 from idml.search.engines.table import label_record, remove_record
 from idml.search.engines.vectors import Rows
 

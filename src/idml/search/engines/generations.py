@@ -20,9 +20,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from idml.files import write_whole
+from idml.files import write_atomic
 from idml.search.engines import DamagedGallery, Properties
-from idml.search.engines.store import Store, sync_folder
+from idml.search.engines.store import Store
 
 FORMAT = 1
 CURRENT, LOCK = "current.json", ".lock"
@@ -69,8 +69,7 @@ def write_current(path: Path, current: Current) -> None:
     p = current.properties
     content = {"format": FORMAT, "model": p.model, "dimensions": p.dimensions, "uncertainty": p.uncertainty}
     line = json.dumps({**content, "generation": current.generation}).encode("ascii")
-    write_whole(path / CURRENT, line + b"\n%08x\n" % zlib.crc32(line))
-    sync_folder(path)
+    write_atomic(path / CURRENT, line + b"\n%08x\n" % zlib.crc32(line))
 
 
 def open_current(path: Path, *, write: bool, salvage: bool = False) -> tuple[Current, Store]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from idml.files import sync_folder
 from idml.search.engines import DamagedGallery, Item, Problem, Properties
 from idml.search.engines.exact import squares
 from idml.search.engines.log import LONGEST, Log, read_at, write_at
@@ -26,15 +27,6 @@ from idml.search.engines.vectors import Rows, Vectors
 
 LOG, SEMANTIC, UNCERTAINTY, THUMBNAILS = "items.log", "semantic.f32", "uncertainty.f32", "thumbnails.bin"
 _BLOCK = 4096  # rows checked at a time
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's names to disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _close(files: list[int]) -> None:

@@ -18,7 +18,7 @@ def test_a_run_is_told_in_lines_where_there_is_no_terminal(capsys):
 def test_the_bar_follows_the_rows(monkeypatch):
     display = Display()
     display.report({"done": 1, "images": 2, "what": "decoded"})
-    assert (display.progress.tasks[0].completed, display.progress.tasks[0].total) == (1, 2)
+    assert (display.bar.tasks[0].completed, display.bar.tasks[0].total) == (1, 2)
     display.report(STEP)
-    assert (display.progress.tasks[0].completed, display.progress.tasks[0].total) == (3, 10)
-    assert "‖u‖ 0.10 mixed 0.20" in display.progress.tasks[0].fields["figures"]
+    assert (display.bar.tasks[0].completed, display.bar.tasks[0].total) == (3, 10)
+    assert "‖u‖ 0.10 mixed 0.20" in display.bar.tasks[0].fields["figures"]

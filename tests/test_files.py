@@ -1,0 +1,125 @@
+"""Atomic writes, locks and records."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from idml.files import lock_file, read_record, sync_folder, write_atomic, write_record
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str
+    values: tuple[float, ...]
+    note: str | None = None
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_no_other(tmp_path):
+    write_atomic(tmp_path / "a", b"old")
+    write_atomic(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    write_atomic(tmp_path / "a", b"old")
+
+    def full(file):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_atomic(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_file_and_folder_are_forced_to_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    write_atomic(tmp_path / "a", b"x")
+    assert [os.path.basename(path) for path in synced] == [".a.part", tmp_path.name]
+
+
+def test_a_drive_that_cannot_sync_folders_is_passed_over_but_a_broken_one_is_not(tmp_path, monkeypatch):
+    def fail(number):
+        def fsync(file):
+            raise OSError(number, "failed")
+
+        return fsync
+
+    monkeypatch.setattr(os, "fsync", fail(22))  # EINVAL
+    sync_folder(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail(5))  # EIO
+    with pytest.raises(OSError, match="failed"):
+        sync_folder(tmp_path)
+
+
+def test_a_lock_has_one_holder(tmp_path):
+    with lock_file(tmp_path / "lock"), pytest.raises(BlockingIOError):
+        lock_file(tmp_path / "lock", wait=False)
+    lock_file(tmp_path / "lock", wait=False).close()
+
+
+def test_a_lock_keeps_the_content_of_its_file(tmp_path):
+    (tmp_path / "data").write_bytes(b"content")
+    with lock_file(tmp_path / "data") as file:
+        assert file.read() == b"content"
+
+
+def test_a_second_process_waits_for_the_lock(tmp_path):
+    code = f"from pathlib import Path; from idml.files import lock_file; lock_file(Path({str(tmp_path / 'lock')!r}))"
+    with lock_file(tmp_path / "lock"):
+        waiting = subprocess.Popen([sys.executable, "-c", code])
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(1)
+    assert waiting.wait(60) == 0
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+    lock = lock_file(tmp_path / "lock")
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        lock.close()
+        for _ in range(100):  # the child closes its copy as soon as it runs
+            try:
+                lock_file(tmp_path / "lock", wait=False).close()
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        else:
+            pytest.fail("the child still holds the lock")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_record_is_read_back(tmp_path):
+    record = Record("a", (1.0, 2.5))
+    write_record(tmp_path / "r.json", record, kind="test", version=1)
+    assert read_record(tmp_path / "r.json", Record, kind="test", version=1) == record
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"a"', '"b"', "its checksum does not fit"),
+        ('"test"', '"other"', "not a file of kind 'test'"),
+        ('"version": 1', '"version": 2', "has version 2 of 'test'; this program reads 1: make it again"),
+        ("{", "", "it is not JSON"),
+    ],
+)
+def test_a_damaged_or_foreign_record_is_refused(tmp_path, old, new, message):
+    path = tmp_path / "r.json"
+    write_record(path, Record("a", (1.0,)), kind="test", version=1)
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        read_record(path, Record, kind="test", version=1)
