@@ -44,5 +44,5 @@ def shop(world, tmp_path):
     """A calibrated gallery, what it holds, and queries with their labels."""
     run, stored, labels, queries, own = world
     with Gallery.create(tmp_path / "shop", run) as made:
-        made.put(as_items(labels.tolist()), stored)
+        made.add_embedded(as_items(labels.tolist()), stored)
         yield made, stored, labels, queries, own

@@ -9,7 +9,7 @@ from scipy.stats import binom
 from idml import Embeddings
 from idml.calibration.evidence import Evidence, Profile, first_right, gather_evidence
 from idml.calibration.stored import Calibration
-from idml.search.answers import Answer, RiskTargets, State, answer
+from idml.search.answers import Answer, RiskTargets, State, answer_queries
 
 
 def made(classes, images, noise, seed=0, dimensions=16):
@@ -40,7 +40,7 @@ def shop():
 
 def test_three_states_with_the_promised_shares(shop):
     calibration, _, evidence, places, known = shop
-    answers = answer(evidence, calibration, RiskTargets(max_error=0.1, max_missed=0.1))
+    answers = answer_queries(evidence, calibration, RiskTargets(max_error=0.1, max_missed=0.1))
     states = [a.state for a in answers]
     assert set(states) == set(State)
     matched = torch.tensor([s is State.MATCH for s in states])
@@ -59,7 +59,7 @@ def test_match_is_exactly_the_threshold(shop):
     calibration, _, evidence, _, _ = shop
     for max_error in (0.05, 0.1, 0.2):
         promise = calibration.find_guarantee(max_error, 0.9)
-        answers = answer(evidence, calibration, RiskTargets(max_error=max_error))
+        answers = answer_queries(evidence, calibration, RiskTargets(max_error=max_error))
         p = calibration.probability(evidence).tolist()
         limit = 2.0 if promise.threshold is None else promise.threshold
         assert [a.state is State.MATCH for a in answers] == [x >= limit for x in p]
@@ -79,14 +79,14 @@ def test_reasons(shop):
     sure = replace(calibration, counts=replace(calibration.counts, wrong=calibration.counts.answered))
     targets = RiskTargets(max_rejected=1e-6)
     blurred, _ = one(shop, level=50.0, disagreement=0.0)
-    assert answer(blurred, sure, targets)[0].reason == "blurred or ambiguous query"
+    assert answer_queries(blurred, sure, targets)[0].reason == "blurred or ambiguous query"
     tied, _ = one(shop, margin=0.0, disagreement=0.5)
-    assert answer(tied, sure, targets)[0].reason == "two classes tie"
+    assert answer_queries(tied, sure, targets)[0].reason == "two classes tie"
     plain, _ = one(shop, level=0.0, disagreement=0.0, margin=-1.0)
-    assert answer(plain, sure, targets)[0].reason.startswith("cannot promise at most 5 % wrong answers here")
+    assert answer_queries(plain, sure, targets)[0].reason.startswith("cannot promise at most 5 % wrong answers here")
     far, _ = one(shop, nearest=2.0, kth=2.0, margin=0.0, disagreement=0.8, entropy=2.0)
-    assert answer(far, calibration)[0] == replace(
-        answer(far, calibration)[0], state=State.NOVEL, reason="far from everything"
+    assert answer_queries(far, calibration)[0] == replace(
+        answer_queries(far, calibration)[0], state=State.NOVEL, reason="far from everything"
     )
 
 
@@ -99,7 +99,7 @@ def test_what_is_likely_right_is_never_sent_away(shop, possible):
         far = replace(far, counts=replace(far.counts, wrong=far.counts.answered))  # no match can be promised
     threshold = far.find_guarantee(0.1, 0.9).threshold
     assert (threshold is not None) == possible
-    answers = answer(evidence, far, RiskTargets(max_error=0.1))
+    answers = answer_queries(evidence, far, RiskTargets(max_error=0.1))
     for told, p in zip(answers, far.probability(evidence).tolist(), strict=True):
         assert told.novelty == 0.01
         if threshold is not None and p >= threshold:
@@ -108,20 +108,20 @@ def test_what_is_likely_right_is_never_sent_away(shop, possible):
             assert (told.state, told.reason) == (State.NOVEL, "far from everything")
         else:
             assert told.state is State.UNSURE
-            assert told.reason == "unlike most that belongs here, yet the first result is likely right"
+            assert told.reason == "unlike most images of the collection, but the first result is likely right"
     assert {told.state for told in answers} == ({*State} if possible else {State.UNSURE, State.NOVEL})
 
 
 def test_too_low_says_what_is_needed(shop):
     calibration, _, evidence, _, _ = shop
-    found = answer(evidence, calibration, RiskTargets(max_error=0.1, max_rejected=1e-6))
+    found = answer_queries(evidence, calibration, RiskTargets(max_error=0.1, max_rejected=1e-6))
     assert any(a.reason.startswith("not certain enough: ") for a in found if a.state is State.UNSURE)
 
 
 def test_galleries_without_labels(shop):
     _, blind, evidence, places, _ = shop
     plain = replace(evidence, margin=None, ratio=None, entropy=None, disagreement=None)
-    answers = answer(plain, blind, RiskTargets(max_error=0.2))
+    answers = answer_queries(plain, blind, RiskTargets(max_error=0.2))
     matched = torch.tensor([a.state is State.MATCH for a in answers])
     assert bool(matched.any())
     chance = 2 * (0.2 * 0.8 / int(matched.sum())) ** 0.5  # these are fresh queries: their own luck is in the figure
@@ -129,19 +129,19 @@ def test_galleries_without_labels(shop):
     assert "two images tie" in {a.reason for a in answers}
     assert {a.reason for a in answers}.isdisjoint({"two classes tie"})
     with pytest.raises(ValueError, match=r"lacks|labels"):
-        answer(plain, shop[0])
+        answer_queries(plain, shop[0])
 
 
 def test_uncalibrated_answers_are_marked_and_careful(shop):
     calibration, _, evidence, places, _ = shop
-    for found in (answer(evidence), answer(evidence, profile=calibration.profile)):
+    for found in (answer_queries(evidence), answer_queries(evidence, profile=calibration.profile)):
         assert all(not a.calibrated and a.probability is None and "uncalibrated" in a.reason for a in found)
-    assert {a.state for a in answer(evidence)} == {State.UNSURE}  # nothing is known about the gallery
-    careful = answer(evidence, profile=calibration.profile)
+    assert {a.state for a in answer_queries(evidence)} == {State.UNSURE}  # nothing is known about the gallery
+    careful = answer_queries(evidence, profile=calibration.profile)
     matched = torch.tensor([a.state is State.MATCH for a in careful])
     assert float((places[matched] == 1).double().mean()) > 0.95
     plain = replace(evidence, margin=None, ratio=None, entropy=None, disagreement=None)
-    assert {a.state for a in answer(plain, profile=calibration.profile)} == set(State)
+    assert {a.state for a in answer_queries(plain, profile=calibration.profile)} == set(State)
 
 
 def test_a_model_without_uncertainty(shop):
@@ -150,22 +150,22 @@ def test_a_model_without_uncertainty(shop):
     ids = torch.arange(len(labels))
     evidence = gather_evidence(bare, bare, labels, query_ids=ids, gallery_ids=ids)
     calibration = Calibration.fit(evidence, first_right(evidence.indices, labels, labels) == 1)
-    assert all(a.reason != "blurred or ambiguous query" for a in answer(evidence, calibration))
+    assert all(a.reason != "blurred or ambiguous query" for a in answer_queries(evidence, calibration))
 
 
 def test_no_queries_and_bad_wishes(shop):
     calibration, _, evidence, _, _ = shop
-    assert answer(evidence[:0], calibration) == []
-    assert answer(evidence[:0]) == []
+    assert answer_queries(evidence[:0], calibration) == []
+    assert answer_queries(evidence[:0]) == []
     with pytest.raises(ValueError, match="max_rejected must be between 0 and 1, got 0"):
         RiskTargets(max_rejected=0)
     with pytest.raises(ValueError, match="max_missed must be between 0 and 1, got 1"):
         RiskTargets(max_missed=1)
-    assert isinstance(answer(evidence[:1], calibration)[0], Answer)
+    assert isinstance(answer_queries(evidence[:1], calibration)[0], Answer)
 
 
 def test_a_loaded_calibration_answers_the_same(shop, tmp_path):
     calibration, _, evidence, _, _ = shop
     calibration.save(tmp_path / "calibration.json")
     loaded = Calibration.load(tmp_path / "calibration.json", model="m")
-    assert answer(evidence, loaded) == answer(evidence, calibration)
+    assert answer_queries(evidence, loaded) == answer_queries(evidence, calibration)

@@ -17,7 +17,7 @@ from idml.model import build_model, fingerprint, load_model, save_model
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.feature_cache import embed_view
 from idml.model.model import PRETRAINED, fingerprint_of
-from idml.search.embedder import open_embedder, prepared
+from idml.search.embedder import open_embedder, prepare_image
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_images_are_seen_as_in_a_test(run, tmp_path):
     pixels = load_pixels(images, 32, folder=tmp_path / "cache")
     decoded = [read_image(tmp_path / "images" / source.name) for source in images.sources]
     seen = View("clean").images(pixels, torch.arange(len(images)), 28)
-    assert torch.equal(torch.stack([prepared(image, 28) for image in decoded]) / 255, seen)
+    assert torch.equal(torch.stack([prepare_image(image, 28) for image in decoded]) / 255, seen)
     expected = embed_view(load_model(run), pixels, keep=False)
     found = open_embedder(run).embed(decoded)
     assert torch.equal(found.semantic, expected.semantic)
@@ -44,7 +44,7 @@ def test_images_are_seen_as_in_a_test(run, tmp_path):
 
 def test_grey_is_grey():
     image = picture(3)
-    grey = prepared(image, 28, grey=True)
+    grey = prepare_image(image, 28, grey=True)
     assert grey.shape == (1, 28, 28)
     squashed = image.resize((32, 32), Image.Resampling.BILINEAR).crop((2, 2, 30, 30)).convert("L")
     assert grey.flatten().tolist() == list(squashed.tobytes())
@@ -79,7 +79,7 @@ def test_pretrained_is_the_trunk_as_it_is():
     embedder, image = open_embedder(PRETRAINED), picture(5, size=(300, 200))
     trunk = build_trunk(PACKAGED, pretrained=True).eval()
     with torch.no_grad():
-        expected = trunk(prepared(image, trunk.image_size)[None] / 255)
+        expected = trunk(prepare_image(image, trunk.image_size)[None] / 255)
     found = embedder.embed([image])
     assert torch.allclose(found.semantic, expected, atol=1e-5)
     assert found.uncertainty.shape == (1, 0)
@@ -92,7 +92,7 @@ def test_bad_input_is_one_line(run, tmp_path):
     embedder = open_embedder(run)
     with pytest.raises(ValueError, match="no image to embed"):
         embedder.embed([])
-    with pytest.raises(ValueError, match="must be RGB, as decode_image gives them; this one is RGBA"):
+    with pytest.raises(ValueError, match="must be RGB, as decode_image returns them; this one is RGBA"):
         embedder.embed([Image.new("RGBA", (30, 30))])
     with pytest.raises(ValueError, match="unknown runtime 'tensorflow'"):
         open_embedder(run, runtime="tensorflow")

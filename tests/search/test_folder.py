@@ -144,7 +144,7 @@ def test_strange_names(gallery, tmp_path):
     assert all(gallery.image_file(item.id) is not None for item in gallery.items())
     assert astuple(index_folder(gallery, tmp_path / "caf\u00e9")) == (0, 0, 7, 0, 0)
     gallery.close()
-    with Gallery.open(gallery.place) as reader:
+    with Gallery.open(gallery.location) as reader:
         assert {os.fsencode(item.path): item.label for item in reader.items()} == labels
 
 
@@ -164,7 +164,7 @@ def test_what_is_no_image_is_named_and_left_out(gallery, photos, monkeypatch):
     assert lines[2].startswith(r"cannot read the image 'cut\n<b>.png': ")
     assert lines[3] == "cannot read the image 'large.png': it is larger than 1,073,741,824 bytes"
     assert all("\n" not in line for line in lines)
-    monkeypatch.setattr(idml.search.indexing, "_NAMED", 2)
+    monkeypatch.setattr(idml.search.indexing, "_MAX_NAMED", 2)
     lines.clear()
     assert astuple(index_folder(gallery, photos, note=lines.append)) == (0, 0, 8, 0, 4)
     assert lines[2:] == ["… 2 more images cannot be read"]
@@ -184,8 +184,8 @@ def test_links(gallery, photos, tmp_path):
     lines = []
     assert astuple(index_folder(gallery, photos, note=lines.append)) == (10, 0, 0, 0, 0)
     assert lines == [
-        "3 links to folders were passed over",
-        "1 images are links that lead out of the folder: only their thumbnails are shown",
+        "skipped 3 links to folders",
+        "1 images are links to files outside the folder: only their thumbnails are shown",
     ]
     files = {item.path: gallery.image_file(item.id) for item in gallery.items()}
     assert [path for path, file in files.items() if file is None] == ["photos/cats/out.png"]
@@ -244,17 +244,17 @@ def test_a_folder_that_vanished(gallery, photos, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         index_folder(gallery, photos)
     photos.mkdir()
-    with pytest.raises(ValueError, match="holds no image, but the gallery has 8 from it: nothing was changed"):
+    with pytest.raises(ValueError, match="contains no image, but the gallery has 8 from it: nothing was changed"):
         index_folder(gallery, photos)
     photos.rmdir()
     shutil.move(tmp_path / "away", photos)
-    real = idml.search.indexing._Work.take
+    real = idml.search.indexing._Indexer.add_files
 
     def gone(work, names):
         shutil.move(photos, tmp_path / "away")
         real(work, names)
 
-    monkeypatch.setattr(idml.search.indexing._Work, "take", gone)
+    monkeypatch.setattr(idml.search.indexing._Indexer, "add_files", gone)
     with pytest.raises(FileNotFoundError, match="is gone; what was read is kept, nothing was removed"):
         index_folder(gallery, photos)
     assert len(gallery) == 8
@@ -262,19 +262,19 @@ def test_a_folder_that_vanished(gallery, photos, tmp_path, monkeypatch):
 
 def test_files_that_vanish_meanwhile(gallery, photos, monkeypatch):
     index_folder(gallery, photos)
-    real = idml.search.indexing._Work.take
+    real = idml.search.indexing._Indexer.add_files
 
     def take(work, names):
         (photos / "top.png").unlink()
         real(work, names)
 
-    monkeypatch.setattr(idml.search.indexing._Work, "take", take)
+    monkeypatch.setattr(idml.search.indexing._Indexer, "add_files", take)
     assert astuple(index_folder(gallery, photos)) == (0, 0, 7, 1, 0)
 
 
 def test_a_reader_cannot_index(gallery, photos, tmp_path):
     gallery.close()
-    with Gallery.open(gallery.place) as reader, pytest.raises(ValueError, match="open for reading only"):
+    with Gallery.open(gallery.location) as reader, pytest.raises(ValueError, match="open for reading only"):
         index_folder(reader, photos)
     assert not (tmp_path / "g" / "roots.json").exists()
 
@@ -292,7 +292,7 @@ def test_indexing_again_mends_damage(gallery, photos, tmp_path):
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
-    with Gallery.open(gallery.place, write=True) as opened:
+    with Gallery.open(gallery.location, write=True) as opened:
         assert len(opened.engine.verify()) == 1
         assert astuple(index_folder(opened, photos)) == (0, 1, 7, 0, 0)
         assert opened.engine.verify() == []
@@ -303,7 +303,7 @@ def test_large_images_do_not_add_up(gallery, tmp_path, monkeypatch):
     """Images are embedded as soon as many pixels wait, and still acknowledged 64 at a time."""
     for n in range(70):
         write_picture(tmp_path / "many" / f"{n:02}.png", n % 5, n)
-    monkeypatch.setattr(idml.search.indexing, "_PIXELS", 10 * 40 * 30)
+    monkeypatch.setattr(idml.search.gallery, "_PIXELS", 10 * 40 * 30)
     sizes, acknowledged, embed, add = [], [], gallery.embedder.embed, gallery.engine.add
     monkeypatch.setattr(gallery.embedder, "embed", lambda images: sizes.append(len(images)) or embed(images))
     monkeypatch.setattr(

@@ -27,35 +27,35 @@ pytestmark = pytest.mark.usefixtures("_no_waiting")
 
 def test_profile_is_that_of_all_embeddings(shop):
     gallery, stored, _, _, _ = shop
-    assert gallery._census.profile.nearest == pytest.approx(Profile.of(stored).nearest, abs=1e-6)
-    gallery.put(as_items([0] * 900, first=5000), cloud(1, 900, seed=3)[0])  # more than are drawn
-    assert gallery._census.profile.size == 1500
+    assert gallery._statistics.profile.nearest == pytest.approx(Profile.of(stored).nearest, abs=1e-6)
+    gallery.add_embedded(as_items([0] * 900, first=5000), cloud(1, 900, seed=3)[0])  # more than are drawn
+    assert gallery._statistics.profile.size == 1500
     everything = Embeddings.cat([stored, cloud(1, 900, seed=3)[0]])
-    assert gallery._census.profile.nearest == pytest.approx(Profile.of(everything).nearest, abs=1e-6)
+    assert gallery._statistics.profile.nearest == pytest.approx(Profile.of(everything).nearest, abs=1e-6)
 
 
 def test_drift_is_told_once_it_is_there(shop):
     gallery, _, _, queries, _ = shop
     assert gallery.status().drift == ""
-    gallery.put(as_items([31] * 1300, first=9000), cloud(1, 1300, noise=0.01, seed=5)[0])
+    gallery.add_embedded(as_items([31] * 1300, first=9000), cloud(1, 1300, noise=0.01, seed=5)[0])
     told = gallery.status().drift
     assert told.startswith("the gallery has changed since calibration: the gallery has 3.17 times as many images")
-    assert gallery.reply(queries[:1])[0].notes == (told,)
-    assert gallery._drifted(gallery.calibration) is told  # not measured again
+    assert gallery.search_embeddings(queries[:1])[0].notes == (told,)
+    assert gallery._drift_note(gallery.calibration) is told  # not measured again
     gallery.remove([item.id for item in as_items([31] * 1300, first=9000)])
     assert gallery.status().drift == ""
-    assert gallery.reply(queries[:1])[0].notes == ()
+    assert gallery.search_embeddings(queries[:1])[0].notes == ()
 
 
 def test_a_profile_serves_until_one_in_a_hundred_has_changed(shop):
     gallery, stored, labels, _, _ = shop
-    first = gallery._census.profile
-    gallery.put(as_items([1] * 5, first=7000), cloud(1, 5, seed=4)[0])
+    first = gallery._statistics.profile
+    gallery.add_embedded(as_items([1] * 5, first=7000), cloud(1, 5, seed=4)[0])
     gallery.relabel({item.id: "other" for item in as_items(labels.tolist())})
-    assert gallery._census.profile is first
-    gallery.put(as_items([1] * 3, first=8000), cloud(1, 3, seed=4)[0])
-    assert gallery._census.profile is not first
-    assert gallery._census.profile.size == len(stored) + 8
+    assert gallery._statistics.profile is first
+    gallery.add_embedded(as_items([1] * 3, first=8000), cloud(1, 3, seed=4)[0])
+    assert gallery._statistics.profile is not first
+    assert gallery._statistics.profile.size == len(stored) + 8
 
 
 def test_status_and_promises(shop, world):
@@ -81,7 +81,7 @@ def test_counts_are_those_of_counting(run_gallery, changes):
         ids = [item.id for item in gallery.items()]
         labels = [chance.choice([None, 0, 1, 2]) for _ in range(chance.randrange(1, 4))]
         if kind == "put":
-            gallery.put(as_items(labels, first=chance.randrange(6)), cloud(1, len(labels), seed=number)[0])
+            gallery.add_embedded(as_items(labels, first=chance.randrange(6)), cloud(1, len(labels), seed=number)[0])
         elif kind == "remove":
             gallery.remove([*ids[: chance.randrange(3)], "unknown"])
         elif ids:
@@ -105,12 +105,12 @@ def test_a_gallery_needs_no_run_later(tmp_path):
     run = save_run(tmp_path / "run")
     stored, labels, queries, _ = fit_calibrations(run)
     with Gallery.create(tmp_path / "g", run / "model.safetensors") as gallery:
-        gallery.put(as_items(labels.tolist()), stored)
-        expected, promises = gallery.reply(queries[:5]), gallery.guarantees()
+        gallery.add_embedded(as_items(labels.tolist()), stored)
+        expected, promises = gallery.search_embeddings(queries[:5]), gallery.guarantees()
     shutil.rmtree(run)
     shutil.move(tmp_path / "g", tmp_path / "elsewhere")
     with Gallery.open(tmp_path / "elsewhere") as gallery:
-        assert gallery.reply(queries[:5]) == expected
+        assert gallery.search_embeddings(queries[:5]) == expected
         assert gallery.guarantees() == promises
         assert len(gallery.search([picture(1)])[0].results) == 10
 
@@ -126,9 +126,9 @@ def test_a_run_that_is_calibrated_later(tmp_path):
         assert reader.calibration is None
     with open_or_create(tmp_path / "g", run) as writer:
         assert writer.calibration is not None
-        writer.put(as_items([None] * 600), stored)
+        writer.add_embedded(as_items([None] * 600), stored)
         assert writer.calibration is None  # there is none for galleries without labels
-        assert "not calibrated for collections without labels" in writer.reply(queries[:1])[0].notes[0]
+        assert "not calibrated for collections without labels" in writer.search_embeddings(queries[:1])[0].notes[0]
     (run / "calibration.json").unlink()
     with Gallery.open(tmp_path / "g", run=run, write=True) as gallery:  # what the run has lost is not lost here
         gallery.relabel({item.id: "c" for item in gallery.items()})
@@ -173,17 +173,17 @@ def test_the_model_is_the_gallerys(run, gallery, tmp_path):
     gallery.close()
     other = save_run(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match="was made with another model"):
-        Gallery.open(gallery.place, run=other)
-    with pytest.raises(ValueError, match="there is a gallery at"):
-        Gallery.create(gallery.place, other)
+        Gallery.open(gallery.location, run=other)
+    with pytest.raises(ValueError, match="there is already a gallery at"):
+        Gallery.create(gallery.location, other)
     shutil.copy(other / "model.safetensors", tmp_path / "g" / "model" / "model.safetensors")
-    with pytest.raises(ValueError, match="is not the one that the gallery was made with"):
-        Gallery.open(gallery.place)
-    with Gallery.open(gallery.place, run=run, write=True):  # nothing is locked after the refusal
+    with pytest.raises(ValueError, match="is not the model that the gallery was made with"):
+        Gallery.open(gallery.location)
+    with Gallery.open(gallery.location, run=run, write=True):  # nothing is locked after the refusal
         pass
     shutil.rmtree(tmp_path / "g" / "model")
-    with pytest.raises(FileNotFoundError, match="carries no model; name the run"):
-        Gallery.open(gallery.place)
+    with pytest.raises(FileNotFoundError, match="contains no model; name the run"):
+        Gallery.open(gallery.location)
     with pytest.raises(FileNotFoundError, match="there is no gallery at"):
         Gallery.open(tmp_path / "nowhere")
 
@@ -226,8 +226,8 @@ def test_a_gallery_in_milvus(milvus, world):
     with pytest.raises(FileNotFoundError):
         Gallery.open(milvus, run=run)
     with open_or_create(milvus, run) as gallery:
-        gallery.put(as_items(labels.tolist()), stored)
-        assert gallery.reply(queries[:2])[0].calibrated
+        gallery.add_embedded(as_items(labels.tolist()), stored)
+        assert gallery.search_embeddings(queries[:2])[0].calibrated
         upload = Upload(encoded(picture(1)), "c1")
         assert gallery.add([upload]) == Added(1, 0, 0)
         assert gallery.add([upload]) == Added(0, 0, 1)
@@ -235,11 +235,11 @@ def test_a_gallery_in_milvus(milvus, world):
         assert gallery.image_file(upload.id) is None
         assert gallery.thumbnail(upload.id)
         assert gallery.remove([upload.id]) == 1
-    with pytest.raises(ValueError, match="carries no model; name the run"):
+    with pytest.raises(ValueError, match="contains no model; name the run"):
         Gallery.open(milvus)
-    with pytest.raises(ValueError, match="there is a gallery at"):
+    with pytest.raises(ValueError, match="there is already a gallery at"):
         Gallery.create(milvus, run)
     with open_or_create(milvus, run) as gallery, Gallery.open(milvus, run=run) as reader:
         gallery.relabel({next(gallery.items()).id: None})  # behind the reader's back
         reader.engine.refresh()
-        assert "1 of 600 images have no label" in reader.reply(queries)[0].notes[0]
+        assert "1 of 600 images have no label" in reader.search_embeddings(queries)[0].notes[0]

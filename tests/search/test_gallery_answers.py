@@ -13,10 +13,10 @@ from made_images import DIMENSIONS, as_items, cloud, encoded, picture
 import idml.search.results
 from idml import Embeddings
 from idml.calibration.evidence import Profile, gather_evidence
-from idml.search.answers import RiskTargets, State, answer
+from idml.search.answers import RiskTargets, State, answer_queries
 from idml.search.engines import Item
 from idml.search.gallery import Upload
-from idml.search.results import Known, collapse
+from idml.search.results import FoundItem, group_duplicates
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 
@@ -58,8 +58,10 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
     gallery, stored, labels, queries, _ = shop
     queries = queries[:12]
     seen = []
-    monkeypatch.setattr(idml.search.results, "answer", lambda *a, **b: seen.append((a, b)) or answer(*a, **b))
-    replies = gallery.reply(queries, k)
+    monkeypatch.setattr(
+        idml.search.results, "answer_queries", lambda *a, **b: seen.append((a, b)) or answer_queries(*a, **b)
+    )
+    replies = gallery.search_embeddings(queries, k)
     (evidence, calibration, targets), options = seen[0]
     for n, scores in enumerate(loops(queries, stored, labels.tolist())):
         for name, value in scores.items():
@@ -67,7 +69,7 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
     assert set(evidence.scores) == set(scores)
     assert (calibration, targets) == (gallery.calibration, RiskTargets())
     assert options["profile"].size == len(stored)
-    expected = answer(gather_evidence(queries, stored, labels), gallery.calibration)
+    expected = answer_queries(gather_evidence(queries, stored, labels), gallery.calibration)
     items = as_items(labels.tolist())
     for n, reply in enumerate(replies):
         assert reply.answer.state == expected[n].state
@@ -92,16 +94,16 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
 def test_three_states_and_both_kinds_of_gallery(shop):
     gallery, stored, _, queries, _ = shop
     targets = RiskTargets(max_error=0.1)
-    states = {reply.answer.state for reply in gallery.reply(queries, 5, targets)}
+    states = {reply.answer.state for reply in gallery.search_embeddings(queries, 5, targets)}
     assert states == set(State)
     assert gallery.calibration.labelled
-    assert all(reply.notes == () for reply in gallery.reply(queries[:3]))
+    assert all(reply.notes == () for reply in gallery.search_embeddings(queries[:3]))
 
     item = next(gallery.items())
     gallery.relabel({item.id: None})
     assert not gallery.calibration.labelled
-    found = gallery.reply(queries, 5, targets)
-    expected = answer(gather_evidence(queries, stored), gallery.calibration, targets)
+    found = gallery.search_embeddings(queries, 5, targets)
+    expected = answer_queries(gather_evidence(queries, stored), gallery.calibration, targets)
     assert [r.answer.state for r in found] == [a.state for a in expected]
     assert [r.answer.probability for r in found] == pytest.approx([a.probability for a in expected], abs=1e-6)
     assert found[0].notes == ("1 of 600 images have no label: answered as a collection without labels",)
@@ -113,14 +115,14 @@ def test_result_sets_are_shown_whole(shop):
     """The results that an answer speaks of hold every image of the set, duplicates or not, also beyond k."""
     gallery, stored, labels, queries, _ = shop
     twins = stored[:300]  # each a second time, with another id
-    gallery.put(as_items(labels[:300].tolist(), first=1000), twins)
+    gallery.add_embedded(as_items(labels[:300].tolist(), first=1000), twins)
     targets = RiskTargets(max_missed=0.05)
     evidence = gather_evidence(queries, Embeddings.cat([stored, twins]), torch.cat([labels, labels[:300]]))
-    sizes = [a.results for a in answer(evidence, gallery.calibration, targets)]
+    sizes = [a.results for a in answer_queries(evidence, gallery.calibration, targets)]
     assert len(set(sizes)) > 2
     everyone = Embeddings.cat([stored, twins])
     ids = [item.id for item in gallery.items()]
-    for n, reply in enumerate(gallery.reply(queries, 2, targets)):
+    for n, reply in enumerate(gallery.search_embeddings(queries, 2, targets)):
         order = (everyone.unit - queries.unit[n]).norm(dim=1).argsort(stable=True).tolist()
         shown = {id for r in reply.results[: reply.answer.results] for id in (r.id, *r.duplicates)}
         assert {ids[i] for i in order[: sizes[n]]} <= shown
@@ -131,18 +133,18 @@ def test_without_calibration(gallery):
     stored, labels = cloud(10, 12, noise=0.2)
     queries, _ = cloud(10, 5, noise=0.2)
     strange = Embeddings(-queries.semantic[:5], queries.uncertainty[:5])
-    gallery.put(as_items(labels.tolist()), stored)
+    gallery.add_embedded(as_items(labels.tolist()), stored)
     assert gallery.calibration is None
     assert gallery.guarantees() == []
     for given_ in (queries, strange):
-        expected = answer(gather_evidence(given_, stored, labels), profile=Profile.of(stored))
-        for reply, wanted in zip(gallery.reply(given_), expected, strict=True):
+        expected = answer_queries(gather_evidence(given_, stored, labels), profile=Profile.of(stored))
+        for reply, wanted in zip(gallery.search_embeddings(given_), expected, strict=True):
             assert replace(reply.answer, novelty=None) == replace(wanted, novelty=None)
             assert reply.answer.novelty == pytest.approx(wanted.novelty)
             assert not reply.calibrated
             assert all(result.probability is None for result in reply.results)
             assert "not calibrated for collections with labels" in reply.notes[0]
-    assert {r.answer.state for r in gallery.reply(strange)} == {State.NOVEL}
+    assert {r.answer.state for r in gallery.search_embeddings(strange)} == {State.NOVEL}
 
 
 def test_tiny_galleries(gallery, shop):
@@ -161,10 +163,10 @@ def test_tiny_galleries(gallery, shop):
     assert len(gallery.search([image], k=7)[0].results) == 3
     calibrated, stored, labels, queries, _ = shop
     calibrated.remove([item.id for item in list(calibrated.items())[4:]])
-    (reply,) = calibrated.reply(queries[0])
+    (reply,) = calibrated.search_embeddings(queries[0])
     assert len(reply.results) == 4
     assert reply.calibrated
-    expected = answer(gather_evidence(queries[0], stored[:4], labels[:4]), calibrated.calibration)
+    expected = answer_queries(gather_evidence(queries[0], stored[:4], labels[:4]), calibrated.calibration)
     assert reply.answer.probability == pytest.approx(expected[0].probability, abs=1e-6)
 
 
@@ -181,7 +183,7 @@ def test_k_is_a_whole_number(gallery, k):
 def test_near_duplicates_are_one_result(places):
     """Against the rule, item by item: into the first earlier group whose head is near or has the same bytes."""
     listed = [
-        Known(
+        FoundItem(
             Item(f"{n}", hashlib.sha256(f"{n if bytes_ else 0}".encode()).hexdigest()),
             0.0,
             torch.tensor([math.cos(x * 0.0123), math.sin(x * 0.0123)]),
@@ -198,7 +200,7 @@ def test_near_duplicates_are_one_result(places):
                 break
         else:
             expected.append([n])
-    assert collapse(listed) == expected
+    assert group_duplicates(listed) == expected
 
 
 def crowd(gallery, copies, others):
@@ -206,14 +208,14 @@ def crowd(gallery, copies, others):
     s = torch.zeros(copies + others, DIMENSIONS)
     s[:, 0] = 1.0
     s[copies:, 1] = torch.linspace(0.2, 2, others)
-    gallery.put(as_items([n % 3 for n in range(len(s))]), Embeddings(s, torch.zeros_like(s)))
+    gallery.add_embedded(as_items([n % 3 for n in range(len(s))]), Embeddings(s, torch.zeros_like(s)))
     query = torch.zeros(1, DIMENSIONS)
     query[0, 0] = 1.0
     return Embeddings(query, torch.zeros_like(query))
 
 
 def test_k_counts_results_without_their_duplicates(gallery):
-    (reply,) = gallery.reply(crowd(gallery, 15, 30), k=6)
+    (reply,) = gallery.search_embeddings(crowd(gallery, 15, 30), k=6)
     assert len(reply.results) == 6
     assert len(reply.results[0].duplicates) == 14
     assert all(result.duplicates == () for result in reply.results[1:])
@@ -225,7 +227,7 @@ def test_the_search_for_others_ends_at_four_k(gallery, monkeypatch):
     asked = []
     search = gallery.engine.search
     monkeypatch.setattr(gallery.engine, "search", lambda q, k, *rest: asked.append((len(q), k)) or search(q, k, *rest))
-    (reply,) = gallery.reply(query, k=8)
+    (reply,) = gallery.search_embeddings(query, k=8)
     assert len(reply.results) == 1
     assert len(reply.results[0].duplicates) == 31
     assert max(k for n, k in asked if n == 1) == 32
@@ -234,7 +236,7 @@ def test_the_search_for_others_ends_at_four_k(gallery, monkeypatch):
 def test_equal_bytes_are_duplicates_wherever_they_are(gallery):
     e, _ = cloud(1, 3)
     twin = hashlib.sha256(b"twin").hexdigest()
-    gallery.put([Item("a", twin, id="a"), Item("b", hashlib.sha256(b"b").hexdigest(), id="b")], e[:2])
-    gallery.put([Item("c", twin, id="c")], e[2])
-    groups = {(r.id, *r.duplicates) for r in gallery.reply(e[0])[0].results}
+    gallery.add_embedded([Item("a", twin, id="a"), Item("b", hashlib.sha256(b"b").hexdigest(), id="b")], e[:2])
+    gallery.add_embedded([Item("c", twin, id="c")], e[2])
+    groups = {(r.id, *r.duplicates) for r in gallery.search_embeddings(e[0])[0].results}
     assert groups == {("a", "c"), ("b",)}

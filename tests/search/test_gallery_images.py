@@ -129,7 +129,7 @@ def test_adding_again_mends_a_damaged_item(gallery, tmp_path):
         data = bytearray((folder / name).read_bytes())
         data[place] ^= 1
         (folder / name).write_bytes(data)
-    with Gallery.open(gallery.place, write=True) as opened:
+    with Gallery.open(gallery.location, write=True) as opened:
         assert len(opened.engine.verify()) == 2
         assert opened.add([Upload(x.data) for x in uploads]) == Added(0, 2, 1)
         assert opened.engine.verify() == []
@@ -142,8 +142,8 @@ def test_adding_again_mends_a_damaged_item(gallery, tmp_path):
 
 def test_one_writer_and_readers_that_refresh(gallery):
     with pytest.raises(ValueError, match="is being written to by another process"):
-        Gallery.open(gallery.place, write=True)
-    with Gallery.open(gallery.place) as reader:
+        Gallery.open(gallery.location, write=True)
+    with Gallery.open(gallery.location) as reader:
         assert (reader.writable, reader.status().writable) == (False, False)
         gallery.add([Upload(encoded(picture(1)), "a")])
         assert (len(reader), reader.status().items) == (0, 0)
@@ -160,7 +160,7 @@ def test_one_writer_and_readers_that_refresh(gallery):
             with pytest.raises(ValueError, match="open for reading only"):
                 change()
         assert reader.image_file(id) is not None
-    with open_engine(gallery.place) as engine:
+    with open_engine(gallery.location) as engine:
         assert len(engine) == 1
 
 
@@ -174,7 +174,7 @@ def test_no_path_leaves_its_root(gallery, tmp_path):
     (root / "up").symlink_to(tmp_path)
     (root / "inside.png").symlink_to("sub/a.png")
     (root / "loop.png").symlink_to("loop.png")
-    assert gallery.roots.name(str(root)) == "photos"
+    assert gallery.roots.register(str(root)) == "photos"
     names = {
         "photos/sub/a.png": root / "sub" / "a.png",
         "photos/inside.png": root / "sub" / "a.png",
@@ -190,9 +190,9 @@ def test_no_path_leaves_its_root(gallery, tmp_path):
         f"photos/{'x' * 5000}": None,
     }
     for n, (path, expected) in enumerate(names.items()):
-        gallery.put([Item(path, "0" * 64, id=f"i{n}")], cloud(1, 1)[0])
+        gallery.add_embedded([Item(path, "0" * 64, id=f"i{n}")], cloud(1, 1)[0])
         assert gallery.image_file(f"i{n}") == (None if expected is None else expected.resolve()), path
-        assert gallery.roots.find(f"photos/../../{secret.name}") is None
+        assert gallery.roots.find_file(f"photos/../../{secret.name}") is None
     assert gallery.image_file("unknown") is None
     for damage in (b"[1]", b'{"a": 1}', b"{", b"\xff"):
         (tmp_path / "g" / "roots.json").write_bytes(damage)
@@ -218,7 +218,7 @@ def test_threads_share_a_gallery(gallery):
         return threading.Thread(target=loop)
 
     def look():
-        for reply in gallery.reply(queries, k=5):
+        for reply in gallery.search_embeddings(queries, k=5):
             assert 1 <= len(reply.results) <= 5
         assert gallery.status().items >= 19
 
@@ -250,11 +250,11 @@ def test_a_forked_reader_sees_what_was_acknowledged(gallery):
     gallery.close()
 
     def work():
-        with Gallery.open(gallery.place, write=True) as opened:
+        with Gallery.open(gallery.location, write=True) as opened:
             opened.add([Upload(encoded(picture(1)), "a")])
 
     with child(work) as pid:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with Gallery.open(gallery.place) as reader:
+    with Gallery.open(gallery.location) as reader:
         (item,) = reader.items()
         assert hashlib.sha256(reader.image_file(item.id).read_bytes()).hexdigest() == item.checksum

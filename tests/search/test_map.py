@@ -29,15 +29,15 @@ def gallery(run, tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """How often a map was drawn."""
-    calls, draw = [], idml.search.tsne_map._draw
-    monkeypatch.setattr(idml.search.tsne_map, "_draw", lambda units: calls.append(len(units)) or draw(units))
+    calls, draw = [], idml.search.tsne_map._compute
+    monkeypatch.setattr(idml.search.tsne_map, "_compute", lambda units: calls.append(len(units)) or draw(units))
     return calls
 
 
 def test_alike_is_near(gallery):
     embeddings, labels = cloud(4, 15, noise=0.1)
     items = as_items(labels.tolist())
-    gallery.put(items, embeddings)
+    gallery.add_embedded(items, embeddings)
     points = gallery_map(gallery)
     assert {p.id: p.label for p in points} == {item.id: item.label for item in items}
     levels = dict(zip([item.id for item in items], embeddings.level.tolist(), strict=True))
@@ -56,12 +56,12 @@ def test_alike_is_near(gallery):
 def test_it_is_kept_until_items_change(gallery, run, tmp_path, drawn):
     embeddings, labels = cloud(3, 4)
     items = as_items(labels.tolist())
-    gallery.put(items, embeddings)
+    gallery.add_embedded(items, embeddings)
     first = gallery_map(gallery)
     assert gallery_map(gallery) == first
     gallery.relabel({items[0].id: "other"})
     assert {p.id: p.label for p in gallery_map(gallery)}[items[0].id] == "other"
-    with Gallery.open(gallery.place) as reader:
+    with Gallery.open(gallery.location) as reader:
         assert [p[:3] for p in gallery_map(reader)] == [p[:3] for p in first]
     assert drawn == [12]
     gallery.remove([items[1].id])
@@ -75,11 +75,11 @@ def test_it_is_kept_until_items_change(gallery, run, tmp_path, drawn):
 
 def test_large_galleries_are_drawn_in_part(gallery, drawn):
     embeddings, labels = cloud(3, 20)
-    gallery.put(as_items(labels.tolist()), embeddings)
+    gallery.add_embedded(as_items(labels.tolist()), embeddings)
     some = {p.id for p in gallery_map(gallery, limit=12)}
     assert len(some) == 12
     new = as_items([1], first=500)
-    gallery.put(new, cloud(1, 1)[0])
+    gallery.add_embedded(new, cloud(1, 1)[0])
     after = {p.id for p in gallery_map(gallery, limit=12)}
     assert len(some - after) <= 1  # the others stay
     with pytest.raises(ValueError, match="needs at least one item"):
@@ -90,7 +90,7 @@ def test_large_galleries_are_drawn_in_part(gallery, drawn):
 def test_small_galleries(gallery, items):
     if items:
         embeddings, labels = cloud(items, 1)
-        gallery.put(as_items(labels.tolist()), embeddings)
+        gallery.add_embedded(as_items(labels.tolist()), embeddings)
     points = gallery_map(gallery)
     assert len({(p.x, p.y) for p in points}) == items
     assert all(0 <= p.x <= 1 and 0 <= p.y <= 1 for p in points)
@@ -98,12 +98,12 @@ def test_small_galleries(gallery, items):
 
 def test_items_that_are_all_the_same(gallery):
     for n, s in enumerate((torch.ones(6, DIMENSIONS), torch.zeros(6, DIMENSIONS))):
-        gallery.put(as_items([0] * 6, first=100 * n), Embeddings(s, torch.zeros(6, DIMENSIONS)))
+        gallery.add_embedded(as_items([0] * 6, first=100 * n), Embeddings(s, torch.zeros(6, DIMENSIONS)))
         assert all(math.isfinite(p.x + p.y) for p in gallery_map(gallery))
 
 
 def test_a_place_where_nothing_can_be_written(gallery, monkeypatch, drawn):
-    gallery.put(as_items([0] * 5), cloud(1, 5)[0])
+    gallery.add_embedded(as_items([0] * 5), cloud(1, 5)[0])
 
     def full(path, data):
         raise OSError(28, "No space left on device")
@@ -115,7 +115,7 @@ def test_a_place_where_nothing_can_be_written(gallery, monkeypatch, drawn):
 
 def test_in_milvus_it_is_kept_in_the_cache(gallery, tmp_path, monkeypatch, drawn):
     monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
-    gallery.put(as_items([0] * 5), cloud(1, 5)[0])
+    gallery.add_embedded(as_items([0] * 5), cloud(1, 5)[0])
     gallery.roots = None  # as it is in Milvus
     assert gallery_map(gallery) == gallery_map(gallery)
     assert drawn == [5]

@@ -22,10 +22,12 @@ def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):  # noqa: F81
     with open_or_create(place, run) as gallery, Gallery.create(tmp_path / "g", run) as folder:
         assert gallery.search([picture(1)])[0].answer.reason == "the collection is empty"
         for own in (gallery, folder):
-            own.put(as_items(labels.tolist()), stored)
+            own.add_embedded(as_items(labels.tolist()), stored)
         assert gallery.status() == folder.status()
-        assert gallery.guarantees() == folder.promises()
-        for found, expected in zip(gallery.reply(queries, 5), folder.reply(queries, 5), strict=True):
+        assert gallery.guarantees() == folder.guarantees()
+        for found, expected in zip(
+            gallery.search_embeddings(queries, 5), folder.search_embeddings(queries, 5), strict=True
+        ):
             assert [r.id for r in found.results] == [r.id for r in expected.results]
             assert (found.answer.state, found.answer.reason) == (expected.answer.state, expected.answer.reason)
             assert found.answer.probability == pytest.approx(expected.answer.probability, abs=1e-5)
@@ -34,7 +36,7 @@ def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):  # noqa: F81
         several = [Upload(encoded(picture(n)), "c1") for n in range(9)]
         changes = (
             lambda: gallery.get_many(ids),
-            lambda: gallery.reply(queries, 50),
+            lambda: gallery.search_embeddings(queries, 50),
             lambda: gallery.relabel(dict.fromkeys(ids[:90], "c3")),
             lambda: gallery.add(several),
             lambda: gallery.add(several),  # they are there

@@ -16,7 +16,7 @@ from idml.model.backbones import build_trunk
 from idml.model.model import FILE, ModelConfig, build_model, fingerprint, fingerprint_of, save_model
 from idml.model.onnx import export_onnx
 from idml.search import embedder as onnx_embedder
-from idml.search.embedder import ONNX_BATCH, OnnxEmbedder, open_embedder, prepared
+from idml.search.embedder import ONNX_BATCH, OnnxEmbedder, open_embedder, prepare_image
 from idml.search.gallery import Gallery
 
 ONNX = "model.onnx"
@@ -197,7 +197,7 @@ def test_a_file_that_does_not_fit_is_not_used(run, made, how, caplog, exports):
     same(embedder.embed(pictures(4)), open_embedder(run).embed(pictures(4)))
     (line,) = caplog.messages
     assert told in line
-    assert "exported anew into the cache" in line
+    assert "exporting the model again into the cache" in line
     assert str(run / ONNX) in line
     assert "\n" not in line
     assert (run / ONNX).read_bytes() == before
@@ -240,7 +240,7 @@ def test_a_model_that_changes_meanwhile(run, made, exports, monkeypatch):
         return known(place, out)
 
     monkeypatch.setattr(onnx_embedder, "export_onnx", late)
-    with pytest.raises(ValueError, match="changed while it was exported; try again"):
+    with pytest.raises(ValueError, match="changed during the export; try again"):
         OnnxEmbedder(run)
 
 
@@ -273,6 +273,6 @@ def test_pretrained(cache, monkeypatch):
     embedder = OnnxEmbedder("pretrained")
     assert (embedder.fingerprint, embedder.dimensions, embedder.uncertainty) == (fingerprint_of("pretrained"), 256, 0)
     with torch.no_grad():
-        features = trunk(torch.stack([prepared(image, 28) for image in pictures(3)]) / 255)
+        features = trunk(torch.stack([prepare_image(image, 28) for image in pictures(3)]) / 255)
     same(embedder.embed(pictures(3)), Embeddings.certain(features))
     assert len(list(cache.glob("*.onnx"))) == 1

@@ -1,16 +1,16 @@
-"""What a person is told about a query: *match*, *unsure* or *not in the collection*, and why.
+"""Answers: *match*, *unsure* or *not in the collection*, each with a reason.
 
-With a calibration, in this order:
+With a calibration, the rules are checked in this order:
 
-    match                   P ≥ t, t the threshold that keeps the wished error rate; nothing else may turn it down, or
-                            the promise would be another one
-    not in the collection   else, if the novelty p-value is at most the share of known queries that may be sent away,
-                            and P < 1/2: what the first result is right about is in the collection
-    unsure                  else
+    match                   P ≥ t, where t is the threshold for the requested error rate. No other rule may reject a
+                            match, because the guarantee would no longer be the calibrated one
+    not in the collection   the novelty p-value is at most the share of known queries that may be rejected, and P < 1/2:
+                            if the first result is right, its class is in the collection
+    unsure                  otherwise
 
-Without one, nothing is promised and the rules are strict: a match needs k neighbours of one class, the first one as
-near as half of the gallery's images are to theirs (in a gallery without labels: nearer than 95 % of them are); what
-lies farther than 99 % is not in the collection.
+Without a calibration nothing is promised and the rules are strict. A match needs k neighbours of one class, the first
+at a distance that half of the gallery's images exceed (in a gallery without labels: that 95 % of them exceed). A query
+that is farther than 99 % of them is not in the collection.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from idml.calibration.evidence import Evidence, Profile
 from idml.calibration.risk_control import RiskGuarantee, conformal_p
 from idml.calibration.stored import Calibration
 
-_BLURRED = 0.9  # a query with a higher ‖u‖ than this share of the calibration's is called blurred or ambiguous
-_TIED = 0.75  # a query with a smaller margin than this share of them, or with this …
-_DISAGREE = 0.4  # … share of neighbours of other classes, is called a tie
-_USUAL, _TWIN, _STRANGE = 0.5, 0.95, 0.01  # p-values among the gallery's own images, for answers without calibration
+_BLURRED = 0.9  # call a query blurred or ambiguous if its ‖u‖ exceeds this share of the calibration queries
+_TIED = 0.75  # call it a tie if its margin is smaller than in this share of the calibration queries …
+_DISAGREE = 0.4  # … or if this share of its neighbours has other classes
+_USUAL, _COPY, _FAR = 0.5, 0.95, 0.01  # p-values among the gallery's own images, for answers without calibration
 
 
 class State(StrEnum):
-    """The three answers."""
+    """The three possible answers."""
 
     MATCH = "match"
     UNSURE = "unsure"
@@ -46,14 +46,14 @@ class Answer:
     probability: float | None = None
     """P(the first result is right); None without a calibration."""
     novelty: float | None = None
-    """The p-value of "its class is in the collection"; None where nothing is known about the gallery."""
+    """The p-value of "its class is in the collection"; None if nothing is known about the gallery."""
     results: int | None = None
-    """How many results hold a right image with the asked probability; None if not asked, or it cannot be promised."""
+    """How many results contain a right image at the requested rate; None if not requested or not possible."""
 
 
 @dataclass(frozen=True)
 class RiskTargets:
-    """What the user asks for: at most these shares of wrong answers, of known queries sent away, of sets that miss."""
+    """Limits that the user sets: shares of wrong matches, of rejected known queries, of sets without a right image."""
 
     max_error: float = 0.05
     confidence: float = 0.9
@@ -61,71 +61,72 @@ class RiskTargets:
     max_missed: float | None = None
 
     def __post_init__(self) -> None:
-        asked = {"max_error": self.max_error, "confidence": self.confidence, "max_rejected": self.max_rejected}
+        given = {"max_error": self.max_error, "confidence": self.confidence, "max_rejected": self.max_rejected}
         if self.max_missed is not None:
-            asked["max_missed"] = self.max_missed
-        for name, x in asked.items():
+            given["max_missed"] = self.max_missed
+        for name, x in given.items():
             if not 0 < x < 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {x!r}")
 
 
-def answer(
+def answer_queries(
     evidence: Evidence,
     calibration: Calibration | None = None,
     targets: RiskTargets | None = None,
     *,
     profile: Profile | None = None,
 ) -> list[Answer]:
-    """The answer to each query.
+    """Answer each query.
 
     Args:
-        evidence: of the queries, from the gallery's search.
-        calibration: for this model and this kind of gallery; without it answers are marked uncalibrated.
-        targets: what is asked for; at most 5 % wrong answers if not given.
+        evidence: the evidence of the queries, from a search of the gallery.
+        calibration: for this model and this kind of gallery; without it, answers are marked as uncalibrated.
+        targets: the limits to keep; the default allows 5 % wrong matches.
         profile: of the gallery; used only without a calibration.
 
     >>> import torch
     >>> found = Evidence(*(torch.tensor([x]) for x in (0.1, 0.9, 0.9, 1.0, 0.0)))
-    >>> answer(found, profile=Profile(100, tuple(i / 200 for i in range(100))))[0].state
+    >>> answer_queries(found, profile=Profile(100, tuple(i / 200 for i in range(100))))[0].state
     <State.NOVEL: 'not in the collection'>
     """
     targets = targets or RiskTargets()
     if calibration is None:
-        return _uncalibrated(evidence, profile)
-    p, novelty = calibration.probability(evidence), calibration.novelty(evidence)
+        return _answer_uncalibrated(evidence, profile)
+    probabilities, p_values = calibration.probability(evidence), calibration.novelty(evidence)
     absent = calibration.absent(evidence, targets.max_rejected).tolist()
     promise = calibration.find_guarantee(targets.max_error, targets.confidence)
-    reasons = _doubts(evidence, calibration)
+    reasons = _find_doubts(evidence, calibration)
     sizes: list[int | None] = [None] * len(evidence)
     if targets.max_missed is not None:
         sets = calibration.find_set_guarantee(targets.max_missed, targets.confidence)
         if sets.threshold is not None:
             sizes = list(calibration.set_sizes(evidence, sets.threshold).tolist())
-    out = []
-    for chance, usual, away, why, size in zip(p.tolist(), novelty.tolist(), absent, reasons, sizes, strict=True):
-        if promise.threshold is not None and chance >= promise.threshold:
+    answers = []
+    rows = zip(probabilities.tolist(), p_values.tolist(), absent, reasons, sizes, strict=True)
+    for probability, novelty, is_absent, doubt, size in rows:
+        if promise.threshold is not None and probability >= promise.threshold:
             state, reason = State.MATCH, "clear match"
-        elif away:
+        elif is_absent:
             state, reason = State.NOVEL, "far from everything"
-        elif usual <= targets.max_rejected:
-            state, reason = State.UNSURE, "unlike most that belongs here, yet the first result is likely right"
+        elif novelty <= targets.max_rejected:
+            state, reason = State.UNSURE, "unlike most images of the collection, but the first result is likely right"
         else:
-            state, reason = State.UNSURE, why or _too_low(chance, promise)
-        out.append(Answer(state, reason, True, chance, usual, size))
-    return out
+            state, reason = State.UNSURE, doubt or _explain_low_probability(probability, promise)
+        answers.append(Answer(state, reason, True, probability, novelty, size))
+    return answers
 
 
-def _doubts(evidence: Evidence, calibration: Calibration) -> list[str]:
-    """For each query what makes it doubtful, the most unusual of its scores; empty if none is."""
+def _find_doubts(evidence: Evidence, calibration: Calibration) -> list[str]:
+    """Name for each query the most unusual of its scores; empty if none is unusual."""
     level = calibration.position("level", evidence.level)
     varies = (
         calibration.percentiles["level"][0] < calibration.percentiles["level"][-1]
-    )  # a model without u says nothing by it
+    )  # without u, all levels are equal
     margin, words = (
         (evidence.gap, "two images tie") if not calibration.labelled else (evidence.margin, "two classes tie")
     )
     if margin is None:
-        raise ValueError("the calibration is for galleries with labels, the evidence comes from one without")
+        raise ValueError("the calibration is for galleries with labels, the evidence is from a gallery without labels")
     tie = calibration.position("margin" if calibration.labelled else "gap", margin)
     tied = tie >= _TIED
     if calibration.labelled and evidence.disagreement is not None:
@@ -136,26 +137,25 @@ def _doubts(evidence: Evidence, calibration: Calibration) -> list[str]:
     ]
 
 
-def _too_low(chance: float, promise: RiskGuarantee) -> str:
+def _explain_low_probability(probability: float, promise: RiskGuarantee) -> str:
     if promise.threshold is None:
         return promise.reason
-    return f"not certain enough: {100 * chance:.0f} % where {100 * promise.threshold:.0f} % is needed"
+    return f"not certain enough: {100 * probability:.0f} % where {100 * promise.threshold:.0f} % is needed"
 
 
-def _uncalibrated(evidence: Evidence, profile: Profile | None) -> list[Answer]:
+def _answer_uncalibrated(evidence: Evidence, profile: Profile | None) -> list[Answer]:
     p = None if profile is None else conformal_p(evidence.nearest, profile.nearest)
-    return [_guess(i, evidence, p) for i in range(len(evidence))]
+    return [_answer_one_uncalibrated(i, evidence, p) for i in range(len(evidence))]
 
 
-def _guess(i: int, evidence: Evidence, p: Tensor | None) -> Answer:
-    usual = None if p is None else float(p[i])
+def _answer_one_uncalibrated(i: int, evidence: Evidence, p: Tensor | None) -> Answer:
+    novelty = None if p is None else float(p[i])
     agree = evidence.disagreement is not None and float(evidence.disagreement[i]) == 0
-    if usual is not None and usual <= _STRANGE:
-        return Answer(State.NOVEL, "far from everything (uncalibrated)", False, novelty=usual)
-    if usual is not None and (usual >= _TWIN or (agree and usual >= _USUAL)):
+    if novelty is not None and novelty <= _FAR:
+        return Answer(State.NOVEL, "far from everything (uncalibrated)", False, novelty=novelty)
+    if novelty is not None and (novelty >= _COPY or (agree and novelty >= _USUAL)):
         reason = "all neighbours agree" if agree else "nearly the same image"
-        return Answer(State.MATCH, f"{reason} (uncalibrated)", False, novelty=usual)
+        return Answer(State.MATCH, f"{reason} (uncalibrated)", False, novelty=novelty)
     tied = evidence.disagreement is not None and float(evidence.disagreement[i]) >= _DISAGREE
-    return Answer(
-        State.UNSURE, f"{'two classes tie' if tied else 'no calibration'} (uncalibrated)", False, novelty=usual
-    )
+    reason = "two classes tie" if tied else "no calibration"
+    return Answer(State.UNSURE, f"{reason} (uncalibrated)", False, novelty=novelty)

@@ -1,183 +1,561 @@
-"""A gallery: items kept by an engine, a model that embeds images for it, and answers to queries.
+"""A gallery: images that can be searched, the model that embeds them, and calibrated answers to queries.
 
-A gallery in a folder carries its model and calibrations (`carried`) and knows where its image files are (`roots`).
-One in Milvus keeps the items only; its model is named whenever it is opened.
+An engine stores and searches the items, either in a folder or in Milvus (milvus://host:port/collection, or milvuss://
+for TLS). A gallery in a folder also holds its model and calibrations and knows where its image files are
+(`idml.search.gallery_folder`). A gallery in Milvus holds only the items, so its run is named each time it is opened.
 """
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
 
+import torch
 from PIL import Image
 
 from idml.calibration.evidence import Profile
 from idml.calibration.risk_control import ERROR_RATES, RiskGuarantee
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
+from idml.model.model import fingerprint_of
 from idml.search.answers import Answer, RiskTargets, State
-from idml.search.embedder import Embedder, Runtime, open_embedder
-from idml.search.engines import Added, Engine, Properties
-from idml.search.gallery_folder import MODEL, Calibrations, Upload, carried, carry, carry_later
-from idml.search.opening import Place, create_engine, is_made, is_milvus, open_engine
-from idml.search.results import Reply, Result, Setting, Vanished, reply
-from idml.search.shelf import Shelf
+from idml.search.embedder import BATCH, Embedder, Runtime, open_embedder
+from idml.search.engines import Added, DamagedGallery, Engine, Item, Properties
+from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.generations import CURRENT
+from idml.search.gallery_folder import (
+    MODEL,
+    UPLOADS,
+    Calibrations,
+    ImageRoots,
+    Upload,
+    copy_model,
+    find_model,
+    make_thumbnail,
+    update_model_files,
+)
+from idml.search.results import AnswerContext, GalleryChanged, Reply, Result, build_replies
 
-__all__ = ["Added", "Gallery", "Reply", "Result", "Status", "Upload", "open_engine", "open_or_create"]
+__all__ = [
+    "Added",
+    "Gallery",
+    "Reply",
+    "Result",
+    "Status",
+    "Upload",
+    "embed_uploads",
+    "find_intact",
+    "open_engine",
+    "open_or_create",
+]
 
-_TRIES = 5  # searches of a gallery that changes meanwhile
+_SEARCH_ATTEMPTS = 5  # searches of a gallery that changes during the search
+_PROFILE_SAMPLE = 1000  # images that represent a gallery, as in `Profile.of`
+_PROFILE_STALE = 0.01  # recompute a profile after more than this share of the items changed
+_PIXELS = 16_000_000  # decode at most this many pixels, plus one image, before embedding them
+
+Location = str | Path
+
+
+# -------------------- engines by location --------------------
+
+
+def is_milvus(location: Location) -> bool:
+    """Return whether a gallery is in Milvus; otherwise it is in a folder.
+
+    >>> is_milvus("milvus://localhost:19530/birds"), is_milvus("birds")
+    (True, False)
+    """
+    return str(location).startswith(("milvus://", "milvuss://"))
+
+
+def gallery_exists(location: Location) -> bool:
+    """Return whether there is a gallery at this location."""
+    if not is_milvus(location):
+        return (Path(location) / CURRENT).exists()
+    try:
+        open_engine(location).close()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def create_engine(location: Location, properties: Properties) -> Engine:
+    """Create an empty gallery and return its engine, open for writing."""
+    if is_milvus(location):
+        from idml.search.engines.milvus import MilvusEngine
+
+        return MilvusEngine.create(str(location), properties)
+    return EmbeddedEngine.create(location, properties)
+
+
+def open_engine(
+    location: Location, *, run: Location | None = None, write: bool = False, salvage: bool = False
+) -> Engine:
+    """Open only the engine of a gallery, for work that needs no model.
+
+    If a ``run`` is given, the gallery must have been made with its model. ``salvage`` is for damaged galleries in
+    folders, see `EmbeddedEngine.open`.
+    """
+    model = None if run is None else fingerprint_of(run)
+    if is_milvus(location):
+        from idml.search.engines.milvus import MilvusEngine
+
+        return MilvusEngine.open(str(location), model=model, write=write)
+    return EmbeddedEngine.open(location, model=model, write=write, salvage=salvage)
+
+
+# -------------------- the gallery --------------------
 
 
 @dataclass(frozen=True)
 class Status:
-    """A gallery at a glance."""
+    """A summary of a gallery."""
 
     items: int
     labelled: int
-    """Items that have a label."""
+    """Items with a label."""
     classes: int
-    """Labels that occur."""
+    """Different labels."""
     model: str
-    """Its fingerprint."""
+    """The fingerprint of the model."""
     calibrated: bool
     unknown_share: float | None
-    """Of the calibration's queries: promises are for no more unknown ones than about that; None if not calibrated."""
+    """Share of unknown queries in the calibration; guarantees hold up to it. None if not calibrated."""
     drift: str
-    """How the gallery has changed since calibration; empty if it has not much, or nothing is known."""
+    """How the gallery changed since calibration; empty if it changed little, or if nothing is known about it."""
     writable: bool
 
 
-class Gallery(Shelf):
-    """Images that can be searched. `create`, `open` and `open_or_create` make one; threads may share it.
+class Gallery:
+    """Images that can be searched. Use `create`, `open` or `open_or_create` to get one; threads may share it.
 
-    One process may write to a gallery in a folder. Others read it, each one state until `refresh`. Changes go through
-    these methods, not through the engine, or the counts and the profile would not notice.
+    One process may write to a gallery in a folder. Other processes read one state of it until they call `refresh`.
+    Change the gallery through these methods, not through the engine: the methods keep counts and profile up to date.
     """
 
     def __init__(
-        self, place: Place, engine: Engine, embedder: Embedder, calibrations: Calibrations, *, writable: bool
+        self, location: Location, engine: Engine, embedder: Embedder, calibrations: Calibrations, *, writable: bool
     ) -> None:
-        super().__init__(place, engine, embedder, writable=writable)
+        self.location, self.engine, self.embedder, self.writable = str(location), engine, embedder, writable
+        self.roots = None if is_milvus(location) else ImageRoots(Path(location))
+        self.write_lock = threading.RLock()  # held during changes; hold it to keep the gallery unchanged
+        self._statistics = _Statistics(engine, self.write_lock)
         self._calibrations = calibrations
         self._drift: tuple[Calibration, Profile, str] | None = None
 
     @classmethod
-    def create(cls, place: Place, run: Place, *, runtime: Runtime = "torch") -> "Gallery":
-        """An empty gallery for the model of ``run`` (a run folder, a model file, or ``pretrained``), open for writing.
+    def create(cls, location: Location, run: Location, *, runtime: Runtime = "torch") -> "Gallery":
+        """Create an empty gallery for the model of ``run``, open for writing.
 
         Args:
-            place: a folder, which is made, or milvus://host:port/collection.
-            run: where the model and its calibrations are; a folder takes copies of them.
-            runtime: what runs the model, "torch" or "onnx".
+            location: a new folder, or milvus://host:port/collection.
+            run: a run folder, a model file, or ``pretrained``. A gallery in a folder copies the model and its
+                calibrations.
+            runtime: the library that runs the model, "torch" or "onnx".
         """
-        if is_made(place):
-            raise ValueError(f"there is a gallery at {place} already")
+        if gallery_exists(location):
+            raise ValueError(f"there is already a gallery at {location}")
         embedder = open_embedder(run, runtime=runtime)
         calibrations = Calibrations.load(run, embedder.fingerprint)
-        if not is_milvus(place):
-            carry(run, Path(place))  # before there is a gallery: a kill leaves none, not one without a model
+        if not is_milvus(location):
+            copy_model(run, Path(location))  # first: a kill then leaves no gallery, not one without a model
         properties = Properties(embedder.fingerprint, embedder.dimensions, embedder.uncertainty)
-        return cls(place, create_engine(place, properties), embedder, calibrations, writable=True)
+        return cls(location, create_engine(location, properties), embedder, calibrations, writable=True)
 
     @classmethod
     def open(
-        cls, place: Place, *, run: Place | None = None, write: bool = False, runtime: Runtime = "torch"
+        cls, location: Location, *, run: Location | None = None, write: bool = False, runtime: Runtime = "torch"
     ) -> "Gallery":
-        """A gallery that is there, for reading, or as its one writer.
+        """Open an existing gallery.
 
         Args:
-            place: a folder, or milvus://host:port/collection.
-            run: the run the gallery was made with. In Milvus it is needed. For a folder its calibrations are used,
-                and taken over by a writer, as its exported model is: so a run that was calibrated later brings them in.
+            location: a folder, or milvus://host:port/collection.
+            run: the run that the gallery was made with; required in Milvus. For a folder, the calibrations of the run
+                are used, and with ``write`` they and the exported model are copied into the gallery.
             write: open for writing.
-            runtime: what runs the model, "torch" or "onnx".
+            runtime: the library that runs the model, "torch" or "onnx".
         """
-        if is_milvus(place) and run is None:
-            raise ValueError(f"{place} carries no model; name the run that it was made with")
-        engine = open_engine(place, run=run, write=write)
+        if is_milvus(location) and run is None:
+            raise ValueError(f"{location} contains no model; name the run that it was made with")
+        engine = open_engine(location, run=run, write=write)
         try:
-            source = carried(Path(place)) if run is None else run
+            source = find_model(Path(location)) if run is None else run
             embedder = open_embedder(source, runtime=runtime)
             if embedder.fingerprint != engine.properties.model:
-                raise ValueError(f"the model in {place} is not the one that the gallery was made with")
+                raise ValueError(f"the model in {location} is not the model that the gallery was made with")
             calibrations = Calibrations.load(source, embedder.fingerprint)
-            if run is not None and not is_milvus(place):
+            if run is not None and not is_milvus(location):
                 if write:
-                    carry_later(run, Path(place))
-                own = Calibrations.load(Path(place) / MODEL, embedder.fingerprint)
-                calibrations = calibrations.or_else(own)
-            return cls(place, engine, embedder, calibrations, writable=write)
+                    update_model_files(run, Path(location))
+                own = Calibrations.load(Path(location) / MODEL, embedder.fingerprint)
+                calibrations = calibrations.with_fallback(own)
+            return cls(location, engine, embedder, calibrations, writable=write)
         except BaseException:
             engine.close()
             raise
 
-    @property
-    def calibration(self) -> Calibration | None:
-        """The one for galleries with labels if every item has one, else the one for galleries without; or None."""
-        counts = self._census.counts
-        all_labelled = counts.items == counts.labelled
-        return self._calibrations.labelled if all_labelled else self._calibrations.unlabelled
+    # ---- searching ----
 
-    def search(self, images: Sequence[Image.Image], k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
-        """The reply to each RGB image (`decode_image` gives them), with up to ``k`` results."""
-        return self.reply(self.embedder.embed(images), k, targets) if len(images) else []
+    def search(
+        self,
+        images: Sequence[Image.Image],
+        k: int = 10,
+        targets: RiskTargets | None = None,
+        *,
+        max_error: float | None = None,
+    ) -> list[Reply]:
+        """Search for RGB images, as `decode_image` returns them; give a reply with up to ``k`` results for each.
 
-    def reply(self, queries: Embeddings, k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
-        """The reply to each query that the gallery's model has embedded."""
+        ``max_error`` is short for ``targets=RiskTargets(max_error=…)``.
+        """
+        if max_error is not None:
+            if targets is not None:
+                raise ValueError("give either targets or max_error, not both")
+            targets = RiskTargets(max_error=max_error)
+        return self.search_embeddings(self.embedder.embed(images), k, targets) if len(images) else []
+
+    def search_embeddings(self, queries: Embeddings, k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
+        """Search for queries that the gallery's model has embedded."""
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a whole number above 0, got {k!r}")
-        for _ in range(_TRIES):
+        for _ in range(_SEARCH_ATTEMPTS):
             if len(self.engine) == 0:
                 empty = Answer(State.NOVEL, "the collection is empty", False)
                 return [Reply(empty, (), level, False, ()) for level in queries.level.tolist()]
             try:
-                return reply(self.engine, queries, k, targets or RiskTargets(), self._setting())
-            except Vanished:
-                with self.still:  # whoever changes it here is done then
-                    if self.roots is None:  # in Milvus it may have been somebody else
-                        self._census.forget()
-        raise OSError(f"the gallery {self.place} is changing too fast to be searched; try again")
+                return build_replies(self.engine, queries, k, targets or RiskTargets(), self._answer_context())
+            except GalleryChanged:
+                with self.write_lock:  # wait for a change by this process to end
+                    if self.roots is None:  # in Milvus, another process may have made the change
+                        self._statistics.reset()
+        raise OSError(f"the gallery {self.location} changes too fast to be searched; try again")
 
-    def _setting(self) -> Setting:
-        """How queries are answered now."""
-        counts, calibration = self._census.counts, self.calibration
-        bare = counts.items - counts.labelled
+    def _answer_context(self) -> AnswerContext:
+        """Collect what all answers depend on in the current state."""
+        counts, calibration = self._statistics.counts, self.calibration
+        unlabelled = counts.items - counts.labelled
         notes = []
-        if 0 < bare < counts.items:
-            notes.append(f"{bare} of {counts.items} images have no label: answered as a collection without labels")
+        if 0 < unlabelled < counts.items:
+            notes.append(
+                f"{unlabelled} of {counts.items} images have no label: answered as a collection without labels"
+            )
         if calibration is None:
-            kind = "without" if bare else "with"
+            kind = "without" if unlabelled else "with"
             notes.append(f"not calibrated for collections {kind} labels: nothing is promised (see idml calibrate)")
-        notes += [line] if (line := self._drifted(calibration)) else []
-        labelled = bare == 0 if calibration is None else calibration.labelled
-        return Setting(labelled, calibration, self._census.profile, tuple(notes))
+        if line := self._drift_note(calibration):
+            notes.append(line)
+        labelled = unlabelled == 0 if calibration is None else calibration.labelled
+        return AnswerContext(labelled, calibration, self._statistics.profile, tuple(notes))
 
-    def _drifted(self, calibration: Calibration | None) -> str:
-        """A line on how the gallery has changed since calibration, or nothing."""
-        profile = self._census.profile
-        if calibration is None or calibration.profile is None or profile is None:
-            return ""
-        known = self._drift
-        if known is None or known[0] is not calibration or known[1] is not profile:
-            found = calibration.drift(profile)
-            line = f"the gallery has changed since calibration: {found.reason}" if found.changed else ""
-            self._drift = known = (calibration, profile, line)
-        return known[2]
+    # ---- calibration and status ----
 
-    def status(self) -> Status:
-        """The gallery at a glance."""
-        counts, calibration = self._census.counts, self.calibration
-        model, drift = self.embedder.fingerprint, self._drifted(calibration)
-        unknown = None if calibration is None else calibration.unknown
-        return Status(*counts, model, calibration is not None, unknown, drift, self.writable)
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration that applies: with labels if every item has one, otherwise without; None if missing."""
+        counts = self._statistics.counts
+        all_labelled = counts.items == counts.labelled
+        return self._calibrations.labelled if all_labelled else self._calibrations.unlabelled
 
     def guarantees(self, errors: Sequence[float] = ERROR_RATES, confidence: float = 0.9) -> list[RiskGuarantee]:
-        """What can be promised for each wished error rate; nothing if the gallery is not calibrated."""
+        """Return what can be guaranteed for each error rate; an empty list if the gallery is not calibrated."""
         calibration = self.calibration
         return [] if calibration is None else [calibration.find_guarantee(error, confidence) for error in errors]
 
+    def status(self) -> Status:
+        """Summarise the gallery."""
+        counts, calibration = self._statistics.counts, self.calibration
+        model, drift = self.embedder.fingerprint, self._drift_note(calibration)
+        unknown = None if calibration is None else calibration.unknown
+        return Status(*counts, model, calibration is not None, unknown, drift, self.writable)
 
-def open_or_create(place: Place, run: Place, *, runtime: Runtime = "torch") -> Gallery:
-    """The gallery at ``place`` for the model of ``run``, open for writing; made if it is not there."""
-    if is_made(place):
-        return Gallery.open(place, run=run, write=True, runtime=runtime)
-    return Gallery.create(place, run, runtime=runtime)
+    def _drift_note(self, calibration: Calibration | None) -> str:
+        """Describe in one line how the gallery changed since calibration; empty if it did not."""
+        profile = self._statistics.profile
+        if calibration is None or calibration.profile is None or profile is None:
+            return ""
+        cached = self._drift
+        if cached is None or cached[0] is not calibration or cached[1] is not profile:
+            drift = calibration.drift(profile)
+            line = f"the gallery has changed since calibration: {drift.reason}" if drift.changed else ""
+            self._drift = cached = (calibration, profile, line)
+        return cached[2]
+
+    # ---- changes ----
+
+    def add(self, images: Sequence[Upload]) -> Added:
+        """Add all of the images, or none if one fails. When this returns, they are stored durably.
+
+        Images with the same bytes are one item. An item that exists already keeps its data and takes over a label
+        that is given. A gallery in a folder stores the bytes.
+        """
+        if not self.writable:
+            raise ValueError(f"the gallery {self.location} is open for reading only")
+        uploads = {image.id: image for image in images}
+        existing = [item for item in self.engine.get_many(list(uploads)) if item is not None]
+        before = {item.id: item for item in existing}
+        intact = {*before} if self.roots is None else find_intact(self.engine, list(before))  # Milvus checks itself
+        new = [image for id, image in uploads.items() if id not in intact]
+        embedded = embed_uploads(self.embedder, new)
+        items = [self._make_item(image, before.get(image.id)) for image in new]
+        with self.write_lock:
+            present = [item for item in self.engine.get_many(list(intact)) if item is not None]
+            if self.roots is not None:
+                without_file = [item for item in present if self.roots.find_file(item.path) is None]
+                for item in [*items, *without_file]:
+                    if item.path.startswith(f"{UPLOADS}/"):
+                        self.roots.write_upload(item.path, uploads[item.id].data)
+            added = Added(0, 0, 0)
+            if embedded.embeddings is not None:
+                added = self.add_embedded(items, embedded.embeddings, embedded.thumbnails)
+            labels = {item.id: label for item in present if (label := uploads[item.id].label) is not None}
+            relabelled = self.relabel(labels) if labels else 0
+        return Added(added.new, added.replaced + relabelled, added.unchanged + len(intact) - relabelled)
+
+    def _make_item(self, image: Upload, damaged: Item | None) -> Item:
+        path = "" if self.roots is None else f"{UPLOADS}/{image.id}.{image.extension}"
+        label = damaged.label if image.label is None and damaged is not None else image.label
+        return Item(path, image.checksum, label)
+
+    def add_embedded(
+        self, items: Sequence[Item], embeddings: Embeddings, thumbnails: Sequence[bytes] | None = None
+    ) -> Added:
+        """Add items with their embeddings; see `Engine.add`."""
+        with self._statistics.track(item.id for item in items):
+            return self.engine.add(items, embeddings, thumbnails)
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Remove items and the stored bytes of uploaded ones; return how many existed. Unknown ids are ignored."""
+        if isinstance(ids, str):
+            raise ValueError(f"ids must be a list of ids, got the string {ids!r}")
+        ids = list(ids)
+        with self._statistics.track(ids):
+            removed = self.engine.remove(ids)
+            if self.roots is not None:
+                for id in ids:  # also for unknown ids: a kill may have come between the two steps
+                    self.roots.delete_upload(id)
+        return removed
+
+    def relabel(self, labels: Mapping[str, str | None]) -> int:
+        """Change the labels of items; return how many changed. An unknown id is an error, and nothing changes."""
+        with self._statistics.track(labels):
+            return self.engine.relabel(labels)
+
+    # ---- reading ----
+
+    def get(self, id: str) -> Item | None:
+        """Return the item with this id, or None."""
+        return self.engine.get(id)
+
+    def get_many(self, ids: Sequence[str]) -> list[Item | None]:
+        """Return the item for each id, None where there is none."""
+        return self.engine.get_many(ids)
+
+    def items(self) -> Iterator[Item]:
+        """Iterate over all items."""
+        return self.engine.items()
+
+    def thumbnail(self, id: str) -> bytes:
+        """Return the thumbnail of an item, a JPEG."""
+        return self.engine.thumbnail(id)
+
+    def image_file(self, id: str) -> Path | None:
+        """Return the image file of an item, links resolved; None if it does not exist or is outside its root."""
+        item = self.engine.get(id)
+        return None if item is None or self.roots is None else self.roots.find_file(item.path)
+
+    def refresh(self) -> bool:
+        """Read the newest state; return whether there was a newer one."""
+        with self.write_lock:
+            newer = self.engine.refresh()
+            if newer:
+                self._statistics.reset()
+            return newer
+
+    def close(self) -> None:
+        """Close the engine."""
+        self.engine.close()
+
+    def __len__(self) -> int:
+        return len(self.engine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_or_create(location: Location, run: Location, *, runtime: Runtime = "torch") -> Gallery:
+    """Open the gallery for writing with the model of ``run``; create it if it does not exist."""
+    if gallery_exists(location):
+        return Gallery.open(location, run=run, write=True, runtime=runtime)
+    return Gallery.create(location, run, runtime=runtime)
+
+
+# -------------------- adding images --------------------
+
+
+class EmbeddedImages(NamedTuple):
+    """The images that could be read: their positions in the input, embeddings and thumbnails."""
+
+    positions: list[int]
+    embeddings: Embeddings | None  # None if no image could be read
+    thumbnails: list[bytes]
+
+
+def embed_uploads(
+    embedder: Embedder, images: Iterable[Upload], on_error: Callable[[int, ValueError], None] | None = None
+) -> EmbeddedImages:
+    """Decode and embed images, and make their thumbnails. Only a few decoded images are in memory at a time.
+
+    An image that cannot be decoded raises ``ValueError``. With ``on_error``, that function is called with its position
+    and the error instead, and the image is left out.
+    """
+    positions: list[int] = []
+    thumbnails: list[bytes] = []
+    parts: list[Embeddings] = []
+    waiting: list[Image.Image] = []
+    for position, image in enumerate(images):
+        try:
+            picture = image.decode()
+        except ValueError as error:
+            if on_error is None:
+                raise
+            on_error(position, error)
+            continue
+        positions.append(position)
+        thumbnails.append(make_thumbnail(picture))
+        waiting.append(picture)
+        if len(waiting) == BATCH or sum(x.width * x.height for x in waiting) > _PIXELS:
+            parts.append(embedder.embed(waiting))
+            waiting = []
+    if waiting:
+        parts.append(embedder.embed(waiting))
+    return EmbeddedImages(positions, Embeddings.cat(parts) if parts else None, thumbnails)
+
+
+def find_intact(engine: Engine, ids: Sequence[str]) -> set[str]:
+    """Return the ids of existing items whose stored bytes are undamaged."""
+    existing = [id for id, item in zip(ids, engine.get_many(ids), strict=True) if item is not None]
+    with suppress(DamagedGallery):
+        _read_stored(engine, existing)
+        return set(existing)
+    intact = set()
+    for id in existing:
+        with suppress(DamagedGallery):
+            _read_stored(engine, [id])
+            intact.add(id)
+    return intact
+
+
+def _read_stored(engine: Engine, ids: Sequence[str]) -> None:
+    if ids:
+        engine.embeddings(ids)
+    for id in ids:
+        engine.thumbnail(id)
+
+
+# -------------------- counts and profile --------------------
+
+
+class Counts(NamedTuple):
+    """The number of items, of items with a label, and of different labels."""
+
+    items: int
+    labelled: int
+    classes: int
+
+
+class _Statistics:
+    """Counts and distance profile of a gallery: read once from all items, then updated with each tracked change.
+
+    The profile equals `Profile.of`, but comes from engine searches, so not all vectors have to be read.
+    """
+
+    def __init__(self, engine: Engine, write_lock: threading.RLock) -> None:
+        self._engine, self._lock = engine, write_lock
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; use it after a change that was not tracked."""
+        with self._lock:
+            self._labels: Counter[str | None] | None = None
+            self._counts: Counts | None = None
+            self._profile: Profile | None = None
+            self._ids: list[str] | None = None  # in their order, until something changes
+            self._changes = 0
+
+    @property
+    def counts(self) -> Counts:
+        """The current counts."""
+        cached = self._counts
+        if cached is not None:
+            return cached
+        with self._lock:
+            if self._labels is None:
+                items = [(item.id, item.label) for item in self._engine.items()]
+                self._ids, self._labels = [id for id, _ in items], Counter(label for _, label in items)
+            return self._update_counts(self._labels)
+
+    def _update_counts(self, labels: "Counter[str | None]") -> Counts:
+        items, unlabelled = labels.total(), labels[None]
+        self._counts = Counts(items, items - unlabelled, len(labels) - (unlabelled > 0))
+        return self._counts
+
+    @contextmanager
+    def track(self, ids: Iterable[str]) -> Iterator[None]:
+        """Hold the write lock while the items with these ids are changed, then update the statistics."""
+        ids = list(dict.fromkeys(ids))
+        with self._lock:
+            before = self._get_items(ids)
+            try:
+                yield
+            finally:
+                self._apply_changes(before, self._get_items(ids))
+
+    def _get_items(self, ids: list[str]) -> list[Item | None]:
+        return [] if self._labels is None else self._engine.get_many(ids)
+
+    def _apply_changes(self, before: list[Item | None], after: list[Item | None]) -> None:
+        if self._labels is None:
+            return
+        self._ids = None
+        for old, new in zip(before, after, strict=True):
+            if old is not None:
+                self._labels[old.label] -= 1
+            if new is not None:
+                self._labels[new.label] += 1
+            self._changes += old is None or new is None or old.checksum != new.checksum
+        self._labels = +self._labels  # drop labels that no item has any more
+        self._update_counts(self._labels)
+
+    @property
+    def profile(self) -> Profile | None:
+        """Distances between the items and their nearest neighbours; None with fewer than two items."""
+        with self._lock:
+            items = self.counts.items
+            if items < 2:
+                return None
+            if self._profile is None or self._changes > _PROFILE_STALE * items:
+                ids = self._ids or [item.id for item in self._engine.items()]
+                self._profile, self._ids, self._changes = _measure_profile(self._engine, ids), None, 0
+            return self._profile
+
+
+def _measure_profile(engine: Engine, all_ids: Sequence[str]) -> Profile:
+    """Measure the distances from up to 1000 items to their nearest other items."""
+    rows = torch.randperm(len(all_ids), generator=torch.Generator().manual_seed(0))[:_PROFILE_SAMPLE].sort().values
+    ids = [all_ids[row] for row in rows.tolist()]
+    found = engine.search(engine.embeddings(ids), 2)
+    # an item with two exact copies may not find itself: then the first result is its nearest neighbour
+    nearest = [
+        float(d[1] if row[0] == own else d[0]) for own, row, d in zip(ids, found.ids, found.distances, strict=True)
+    ]
+    return Profile(len(all_ids), tuple(sorted(nearest)))

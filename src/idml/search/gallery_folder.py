@@ -1,12 +1,16 @@
-"""What a gallery needs beside its items: the model, its export, and the calibrations with and without labels.
+"""The files of a gallery in a folder, apart from its database: model, calibrations, image files and thumbnails.
 
-A gallery in a folder carries copies, so that it needs no run later:
+The gallery holds copies of what it needs from the run, so the run is not needed later:
 
-    GALLERY/model/model.safetensors                  the model; or, for the pretrained trunk, …
-    GALLERY/model/pretrained                         … a line with the trunk's name
-    GALLERY/model/model.onnx                         the exported model, if the run has it
-    GALLERY/model/calibration.json                   for galleries with labels, if the run has it
-    GALLERY/model/calibration-unlabelled.json        for galleries without, if the run has it
+    GALLERY/model/model.safetensors                  the model; for the pretrained trunk instead …
+    GALLERY/model/pretrained                         … a file with the name of the trunk
+    GALLERY/model/model.onnx                         the exported model, if the run has one
+    GALLERY/model/calibration.json                   for galleries with labels, if the run has one
+    GALLERY/model/calibration-unlabelled.json        for galleries without labels, if the run has one
+    GALLERY/uploads/                                 uploaded images, named by their ids
+    GALLERY/roots.json                               {name: folder}, the indexed folders; they stay where they are
+
+The path of an item begins with the name of its root (an indexed folder, or ``uploads``), followed by the path below it.
 """
 
 import hashlib
@@ -31,105 +35,105 @@ from idml.search.results import SEARCHED
 
 MODEL = "model"
 LABELLED, UNLABELLED = "calibration.json", "calibration-unlabelled.json"
-_BESIDE = (LABELLED, UNLABELLED, ONNX)
+UPLOADS, ROOTS = "uploads", "roots.json"
+EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
+_OPTIONAL_FILES = (LABELLED, UNLABELLED, ONNX)
+_UPLOAD_ID = re.compile("[0-9a-f]{32}")
+_THUMBNAIL_SIDE = 128  # pixels along the longer side
+
+
+# -------------------- model and calibrations --------------------
 
 
 @dataclass(frozen=True)
 class Calibrations:
-    """The calibrations of a model; None where there is none."""
+    """The calibrations of a model for galleries with and without labels; None where one is missing."""
 
     labelled: Calibration | None = None
     unlabelled: Calibration | None = None
 
     @classmethod
     def load(cls, run: str | Path, model: str) -> "Calibrations":
-        """Those beside the model of ``run``; one of another model, or of another kind, is refused."""
+        """Load the calibrations beside the model of ``run``; one of another model or kind is an error."""
         if str(run) == PRETRAINED:
             return cls()
         folder = run_folder(run)
-        return cls(_load(folder / LABELLED, model, True), _load(folder / UNLABELLED, model, False))
+        return cls(
+            _load_calibration(folder / LABELLED, model, True), _load_calibration(folder / UNLABELLED, model, False)
+        )
 
-    def or_else(self, other: "Calibrations") -> "Calibrations":
-        """These, and those of ``other`` where there is none."""
+    def with_fallback(self, other: "Calibrations") -> "Calibrations":
+        """Return these calibrations, with those of ``other`` where one is missing."""
         return Calibrations(self.labelled or other.labelled, self.unlabelled or other.unlabelled)
 
 
-def _load(path: Path, model: str, labelled: bool) -> Calibration | None:
+def _load_calibration(path: Path, model: str, labelled: bool) -> Calibration | None:
     if not path.exists():
         return None
-    found = Calibration.load(path, model=model)
-    if found.labelled != labelled:
-        raise ValueError(f"{path} is for galleries {'with' if found.labelled else 'without'} labels: calibrate again")
-    if found.searched != SEARCHED:
-        raise ValueError(f"{path} was made for {found.searched!r}, a gallery needs {SEARCHED!r}: calibrate again")
-    return found
+    calibration = Calibration.load(path, model=model)
+    if calibration.labelled != labelled:
+        kind = "with" if calibration.labelled else "without"
+        raise ValueError(f"{path} is for galleries {kind} labels: calibrate again")
+    if calibration.searched != SEARCHED:
+        raise ValueError(f"{path} was made for {calibration.searched!r}, a gallery needs {SEARCHED!r}: calibrate again")
+    return calibration
 
 
 def run_folder(run: str | Path) -> Path:
-    """The folder of a run that is named by it or by its model file."""
+    """Return the folder of a run, given the folder or its model file."""
     return Path(run) if Path(run).is_dir() else Path(run).parent
 
 
-def carry(run: str | Path, folder: Path) -> None:
-    """Copy a run's model and what belongs to it into ``folder``, where a gallery is going to be made."""
+def copy_model(run: str | Path, folder: Path) -> None:
+    """Copy the model of a run, its export and its calibrations into the folder of a new gallery."""
     path = Path(run)
     if str(run) == PRETRAINED:
         content = {PRETRAINED: f"{PACKAGED}\n".encode()}
     else:
-        content = {FILE: (path / FILE if path.is_dir() else path).read_bytes(), **_beside(run)}
+        content = {FILE: (path / FILE if path.is_dir() else path).read_bytes(), **_read_optional_files(run)}
     to = folder / MODEL
     to.mkdir(parents=True, exist_ok=True)
-    for name in {FILE, PRETRAINED, *_BESIDE} - content.keys():
-        (to / name).unlink(missing_ok=True)  # a kill may have left it when another gallery was being made here
+    for name in {FILE, PRETRAINED, *_OPTIONAL_FILES} - content.keys():
+        (to / name).unlink(missing_ok=True)  # left by a kill while another gallery was being created here
     for name, data in content.items():
         write_atomic(to / name, data)
 
 
-def carry_later(run: str | Path, folder: Path) -> None:
-    """Copy what a run has beside its model into the gallery in ``folder``; what it lacks stays as it is there."""
-    for name, data in _beside(run).items():
+def update_model_files(run: str | Path, folder: Path) -> None:
+    """Copy the calibrations and the exported model of a run into an existing gallery; keep those the run lacks."""
+    for name, data in _read_optional_files(run).items():
         write_atomic(folder / MODEL / name, data)
 
 
-def _beside(run: str | Path) -> dict[str, bytes]:
-    paths = [] if str(run) == PRETRAINED else [run_folder(run) / name for name in _BESIDE]
+def _read_optional_files(run: str | Path) -> dict[str, bytes]:
+    paths = [] if str(run) == PRETRAINED else [run_folder(run) / name for name in _OPTIONAL_FILES]
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 
-def carried(folder: Path) -> str | Path:
-    """What `open_embedder` takes for the model that the gallery in ``folder`` carries."""
+def find_model(folder: Path) -> str | Path:
+    """Return what `open_embedder` needs to open the model in a gallery's folder."""
     home = folder / MODEL
     if (home / FILE).is_file():
         return home
     if not (home / PRETRAINED).is_file():
-        raise FileNotFoundError(f"the gallery {folder} carries no model; name the run that it was made with")
+        raise FileNotFoundError(f"the gallery {folder} contains no model; name the run that it was made with")
     trunk = (home / PRETRAINED).read_text(errors="replace").strip()
     if trunk != PACKAGED:
         raise ValueError(f"the gallery {folder} was made with the trunk {trunk!r}, this version of idml has {PACKAGED}")
     return PRETRAINED
 
 
-# -------------------- roots --------------------
-# Where the image files of a gallery in a folder are.
-#
-#     GALLERY/uploads/      images that were sent, under their ids
-#     GALLERY/roots.json    {name: folder}, the folders that were indexed and stay where they are
-#
-# An item's path is the name of its root, and the path below that.
+# -------------------- image files --------------------
 
 
-UPLOADS, ROOTS = "uploads", "roots.json"
-_UPLOADED = re.compile("[0-9a-f]{32}")
-
-
-class Roots:
-    """The roots of the gallery in ``folder``. What another process adds is seen at once."""
+class ImageRoots:
+    """The folders that contain the image files of a gallery. Roots added by another process are visible at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read(self) -> dict[str, str]:
-        """The indexed folders by name."""
+        """Read the indexed folders by name."""
         path = self.folder / ROOTS
         try:
             roots = json.loads(path.read_bytes())
@@ -141,8 +145,8 @@ class Roots:
             raise ValueError(f"{path} is damaged: it should name folders")
         return roots
 
-    def name(self, folder: str) -> str:
-        """The name of a folder (absolute, links resolved), which becomes a root if it is none yet."""
+    def register(self, folder: str) -> str:
+        """Return the name of a folder (an absolute path, links resolved); add it to the roots if it is new."""
         roots = self.read()
         for name, root in roots.items():
             if root == folder:
@@ -153,8 +157,8 @@ class Roots:
         write_atomic(self.folder / ROOTS, (json.dumps({**roots, name: folder}, indent=1) + "\n").encode())
         return name
 
-    def find(self, path: str) -> Path | None:
-        """The file of an item's path, links resolved; None if there is none, or it lies outside its root."""
+    def find_file(self, path: str) -> Path | None:
+        """Return the file for an item's path, links resolved; None if it does not exist or is outside its root."""
         name, _, rest = path.partition("/")
         root = str(self.folder / UPLOADS) if name == UPLOADS else self.read().get(name)
         if not rest or root is None:
@@ -164,32 +168,27 @@ class Roots:
         inside = file.startswith(base.rstrip("/") + "/")
         return Path(file) if inside and os.path.isfile(file) else None
 
-    def keep(self, path: str, data: bytes) -> None:
-        """Write the bytes of an uploaded image to its path; on return they are on the disk."""
+    def write_upload(self, path: str, data: bytes) -> None:
+        """Write the bytes of an uploaded image durably to its path."""
         file = self.folder / path
         if not file.parent.is_dir():
             file.parent.mkdir()
             sync_folder(self.folder)
         write_atomic(file, data)
 
-    def forget(self, id: str) -> None:
+    def delete_upload(self, id: str) -> None:
         """Delete the bytes of an uploaded image, if there are any."""
-        if _UPLOADED.fullmatch(id):
+        if _UPLOAD_ID.fullmatch(id):
             for extension in EXTENSIONS.values():
                 (self.folder / UPLOADS / f"{id}.{extension}").unlink(missing_ok=True)
 
 
-# -------------------- thumbnails --------------------
-# An image's bytes as a gallery needs them: the picture, its small version, and what kind of file it is.
-
-
-SIDE = 128  # pixels along the longer side of a thumbnail
-EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
+# -------------------- uploads and thumbnails --------------------
 
 
 @dataclass(frozen=True)
 class Upload:
-    """An image that somebody sends. Its name is shown in error messages and used for nothing else.
+    """The bytes of an image to add or to search for. The name appears only in error messages.
 
     >>> Upload(b"no image", name="holiday.jpg").decode()
     Traceback (most recent call last):
@@ -208,32 +207,32 @@ class Upload:
 
     @property
     def id(self) -> str:
-        """The id of the item that it becomes: equal images are one item."""
+        """The id of the item that the image becomes; images with equal bytes are one item."""
         return self.checksum[:32]
 
     def decode(self) -> Image.Image:
-        """The image as RGB; ``ValueError`` if it cannot be read."""
+        """Decode the image as RGB; ``ValueError`` if that is not possible."""
         return decode_image(io.BytesIO(self.data), self.name[:1000] or "upload")
 
     @property
     def extension(self) -> str:
-        """What a file of this kind is called, as its content tells; for an image that `decode` could read."""
+        """The file extension for the format of the bytes; only for an image that `decode` can read."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(self.data), formats=FORMATS) as image:
-                return EXTENSIONS.get(str(image.format), "jpg")  # several photographs in one JPEG are called MPO
+                return EXTENSIONS.get(str(image.format), "jpg")  # a JPEG file with several images has the format MPO
 
 
-def thumbnail(image: Image.Image) -> bytes:
-    """A JPEG of an RGB image, at most 128 pixels a side, that carries nothing but pixels.
+def make_thumbnail(image: Image.Image) -> bytes:
+    """Make a JPEG of an RGB image, at most 128 pixels a side, without the metadata of the original.
 
-    >>> Image.open(io.BytesIO(thumbnail(Image.new("RGB", (640, 480))))).size
+    >>> Image.open(io.BytesIO(make_thumbnail(Image.new("RGB", (640, 480))))).size
     (128, 96)
     """
     small = image.copy()
-    small.thumbnail((SIDE, SIDE))
-    bare = Image.new("RGB", small.size)  # what came with the file (comments, XMP, places) stays behind
-    bare.paste(small)
+    small.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
+    pixels_only = Image.new("RGB", small.size)  # drops comments, XMP and locations
+    pixels_only.paste(small)
     out = io.BytesIO()
-    bare.save(out, "JPEG", quality=85)
+    pixels_only.save(out, "JPEG", quality=85)
     return out.getvalue()

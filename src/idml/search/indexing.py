@@ -1,9 +1,9 @@
-"""`idml index`: the images of a folder as items of a gallery, brought up to date each time.
+"""`idml index`: add the images of a folder to a gallery, and bring them up to date on each run.
 
-An item's path is the folder's name in the gallery (`roots`) and the path below the folder; its id is a hash of that.
-Its label is the first folder on the way, if there is one. Files that are hidden, or not named like an image, and links
-to folders are passed over. Files are taken in the order of their names, 64 at a time, and each 64 are acknowledged
-together: a kill costs at most these, and the next call goes on as if nothing had happened.
+The path of an item is the name of the folder in the gallery (`ImageRoots`) and the path below the folder; its id is a
+hash of that path. Its label is the first sub-folder of the path, if there is one. Hidden files, files without the
+extension of an image, and links to folders are skipped. Files are read in the order of their names, 64 at a time, and
+each 64 are stored together: a kill loses at most the last 64, and the next run continues from there.
 """
 
 import hashlib
@@ -14,19 +14,18 @@ from pathlib import Path
 
 from idml.data.layouts import EXTENSIONS
 from idml.progress import Count, Note, silent
-from idml.search.adding import embed_uploads, undamaged
 from idml.search.engines import Item
-from idml.search.gallery import Gallery
+from idml.search.gallery import Gallery, embed_uploads, find_intact
 from idml.search.gallery_folder import Upload
 
-_TOGETHER = 64
-_LARGEST = 1 << 30  # bytes of a file; more is no image
-_NAMED = 20  # broken images that are named one by one
+_BATCH = 64
+_MAX_BYTES = 1 << 30  # a larger file is not an image
+_MAX_NAMED = 20  # unreadable images that get a line of their own
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """What became of the images of a folder."""
+    """How many images of a folder were added, replaced, unchanged, removed and unreadable."""
 
     new: int
     replaced: int
@@ -42,61 +41,63 @@ def index_folder(
     progress: Count = silent,
     note: Note = silent,
 ) -> Indexed:
-    """Bring the images of a folder into a gallery, and remove those of its items whose files are gone.
+    """Add the images of a folder to a gallery, and remove the items whose files no longer exist.
 
-    An image with the bytes it had is not embedded again and keeps its label, whoever gave it. An image that cannot be
-    decoded is named by ``note`` and left out; what cannot be read at all now is named too, and stays as it was.
+    An image whose bytes are unchanged is not embedded again and keeps its label, even one that was set by hand. An
+    image that cannot be decoded is skipped with a note. A file that cannot be read now gets a note, and its item stays.
 
     Args:
         gallery: open for writing.
-        folder: what is indexed; its name tells its items apart from those of other folders.
-        progress: called with how many images are done, and how many there are.
-        note: called with lines that a person should see.
+        folder: the folder to index; its name separates its items from those of other folders.
+        progress: called with the number of images done and the number of all images.
+        note: called with lines for the user.
     """
     if not gallery.writable:
-        raise ValueError(f"the gallery {gallery.place} is open for reading only")
+        raise ValueError(f"the gallery {gallery.location} is open for reading only")
     root = os.path.realpath(folder)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {str(folder)!r}; nothing was changed")
-    found = _look(root, None if gallery.roots is None else gallery.roots.folder)
-    prefix = f"{_name(gallery, root)}/"
+    listing = _list_images(root, None if gallery.roots is None else gallery.roots.folder)
+    prefix = f"{_root_name(gallery, root)}/"
     before = {item.path: item for item in gallery.items() if item.path.startswith(prefix)}
-    if before and not found.names:
+    if before and not listing.names:
         raise ValueError(
-            f"the folder {str(folder)!r} holds no image, but the gallery has {len(before)} from it: nothing was "
-            "changed (if they are to go, idml gallery remove)"
+            f"the folder {str(folder)!r} contains no image, but the gallery has {len(before)} from it: nothing was "
+            "changed (to remove them, use idml gallery remove)"
         )
-    work = _Work(gallery, root, prefix, before, note)
-    for start in range(0, len(found.names), _TOGETHER):
-        work.take(found.names[start : start + _TOGETHER])
-        progress(min(start + _TOGETHER, len(found.names)), len(found.names))
+    indexer = _Indexer(gallery, root, prefix, before, note)
+    for start in range(0, len(listing.names), _BATCH):
+        indexer.add_files(listing.names[start : start + _BATCH])
+        progress(min(start + _BATCH, len(listing.names)), len(listing.names))
     if not os.path.isdir(root):
-        raise FileNotFoundError(f"the folder {str(folder)!r} is gone; what was read is kept, nothing was removed")
-    closed = tuple(prefix + name for name in found.closed)
-    gone = [item.id for path, item in before.items() if path not in work.seen and not path.startswith(closed)]
+        raise FileNotFoundError(
+            f"the folder {str(folder)!r} no longer exists; what was read is kept, nothing was removed"
+        )
+    unreadable = tuple(prefix + name for name in listing.unreadable)
+    gone = [item.id for path, item in before.items() if path not in indexer.seen and not path.startswith(unreadable)]
     removed = gallery.remove(gone) if gone else 0
-    for line in found.notes:
+    for line in listing.notes:
         note(line)
-    if work.broken > _NAMED:
-        note(f"… {work.broken - _NAMED} more images cannot be read")
-    return Indexed(work.new, work.replaced, work.unchanged, removed, work.broken)
+    if indexer.broken > _MAX_NAMED:
+        note(f"… {indexer.broken - _MAX_NAMED} more images cannot be read")
+    return Indexed(indexer.new, indexer.replaced, indexer.unchanged, removed, indexer.broken)
 
 
 @dataclass
-class _Found:
-    """The files below a folder, the folders that cannot be read (each with / at its end), and lines about them."""
+class _Listing:
+    """The image files below a folder, the sub-folders that cannot be read (each ends with /), and notes."""
 
     names: list[str] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def _look(root: str, home: Path | None) -> _Found:
-    """All image files below ``root``, but for those of the gallery in ``home``."""
-    own = None if home is None else os.path.realpath(home)
+def _list_images(root: str, gallery_folder: Path | None) -> _Listing:
+    """List all image files below ``root``, except those of the gallery itself."""
+    own = None if gallery_folder is None else os.path.realpath(gallery_folder)
     if own is not None and f"{root}/".startswith(f"{own}/"):
         raise ValueError(f"the folder {root!r} belongs to the gallery itself")
-    found, open_folders, links, outside = _Found(), [""], 0, 0
+    listing, open_folders, links, outside = _Listing(), [""], 0, 0
     while open_folders:
         prefix = open_folders.pop()
         try:
@@ -105,8 +106,8 @@ def _look(root: str, home: Path | None) -> _Found:
         except OSError as error:
             if prefix == "":
                 raise OSError(f"cannot read the folder {root!r} ({error.strerror}); nothing was changed") from None
-            found.closed.append(prefix)
-            found.notes.append(f"cannot read the folder {prefix!r} ({error.strerror}); its images stay as they were")
+            listing.unreadable.append(prefix)
+            listing.notes.append(f"cannot read the folder {prefix!r} ({error.strerror}); its images stay as they were")
             continue
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -115,26 +116,26 @@ def _look(root: str, home: Path | None) -> _Found:
             elif os.path.isdir(entry):
                 links += 1
             elif entry.name.lower().endswith(EXTENSIONS) and os.path.isfile(entry):
-                found.names.append(prefix + entry.name)
+                listing.names.append(prefix + entry.name)
                 outside += not os.path.realpath(entry).startswith(f"{root.rstrip('/')}/")
-    found.names.sort()
+    listing.names.sort()
     if links:
-        found.notes.append(f"{links} links to folders were passed over")
+        listing.notes.append(f"skipped {links} links to folders")
     if outside:
-        found.notes.append(f"{outside} images are links that lead out of the folder: only their thumbnails are shown")
-    return found
+        listing.notes.append(f"{outside} images are links to files outside the folder: only their thumbnails are shown")
+    return listing
 
 
-def _name(gallery: Gallery, root: str) -> str:
-    """What a folder is called in the gallery; in Milvus, which keeps no list of them, its whole path tells."""
+def _root_name(gallery: Gallery, root: str) -> str:
+    """Return the name of a folder in the gallery; Milvus keeps no list of folders, so a hash of the path is added."""
     if gallery.roots is not None:
-        return gallery.roots.name(root)
+        return gallery.roots.register(root)
     return f"{os.path.basename(root) or 'root'}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:8]}"
 
 
 @dataclass
-class _Work:
-    """Files on their way into the gallery. ``seen`` are the paths of those whose items are to stay."""
+class _Indexer:
+    """Adds files to a gallery and counts them. ``seen`` are the paths of the items that stay."""
 
     gallery: Gallery
     root: str
@@ -147,60 +148,60 @@ class _Work:
     unchanged: int = 0
     broken: int = 0
 
-    def take(self, names: Sequence[str]) -> None:
-        """Add some files, all at once."""
+    def add_files(self, names: Sequence[str]) -> None:
+        """Add some files in one change."""
         paths = [self.prefix + name for name in names]
         known = {path for path in paths if path in self.before}
-        if self.gallery.roots is not None:  # (Milvus looks after what it stores)
-            sound = undamaged(self.gallery.engine, [self.before[path].id for path in known])
-            known = {path for path in known if self.before[path].id in sound}
+        if self.gallery.roots is not None:  # Milvus checks its own storage
+            intact = find_intact(self.gallery.engine, [self.before[path].id for path in known])
+            known = {path for path in known if self.before[path].id in intact}
         items: list[Item] = []
 
-        def changed() -> Iterator[Upload]:
+        def changed_files() -> Iterator[Upload]:
             for name, path in zip(names, paths, strict=True):
-                if (image := self._read(name, path)) is None:
+                if (image := self._read_file(name, path)) is None:
                     continue
                 if path in known and self.before[path].checksum == image.checksum:
                     self.seen.add(path)
                     self.unchanged += 1
                     continue
-                items.append(Item(path, image.checksum, _label(name), _id(path)))
+                items.append(Item(path, image.checksum, _label_of(name), _id_of(path)))
                 yield image
 
-        fresh = embed_uploads(self.gallery.embedder, changed(), lambda place, error: self._leave_out(str(error)))
-        if fresh.embeddings is not None:
-            chosen = [items[place] for place in fresh.places]
-            added = self.gallery.put(chosen, fresh.embeddings, fresh.thumbnails)
+        embedded = embed_uploads(self.gallery.embedder, changed_files(), lambda position, error: self._skip(str(error)))
+        if embedded.embeddings is not None:
+            chosen = [items[position] for position in embedded.positions]
+            added = self.gallery.add_embedded(chosen, embedded.embeddings, embedded.thumbnails)
             self.new, self.replaced = self.new + added.new, self.replaced + added.replaced
             self.unchanged += added.unchanged
             self.seen.update(item.path for item in chosen)
 
-    def _read(self, name: str, path: str) -> Upload | None:
-        """The file, or None if it cannot be read; only one that is gone loses its item."""
+    def _read_file(self, name: str, path: str) -> Upload | None:
+        """Read a file; None if that fails. Only the item of a file that no longer exists is removed."""
         file = os.path.join(self.root, name)
         try:
-            if os.path.getsize(file) <= _LARGEST:
+            if os.path.getsize(file) <= _MAX_BYTES:
                 with open(file, "rb") as content:
-                    return Upload(content.read(_LARGEST), name=name)
-            self._leave_out(f"cannot read the image {name!r}: it is larger than {_LARGEST:,} bytes")
+                    return Upload(content.read(_MAX_BYTES), name=name)
+            self._skip(f"cannot read the image {name!r}: it is larger than {_MAX_BYTES:,} bytes")
         except FileNotFoundError:
             pass
         except OSError as error:
             self.seen.add(path)
-            self._leave_out(f"cannot read the image {name!r}: {error.strerror}")
+            self._skip(f"cannot read the image {name!r}: {error.strerror}")
         return None
 
-    def _leave_out(self, reason: str) -> None:
+    def _skip(self, reason: str) -> None:
         self.broken += 1
-        if self.broken <= _NAMED:
+        if self.broken <= _MAX_NAMED:
             self.note(reason)
 
 
-def _label(name: str) -> str | None:
-    """The first folder on the way; bytes that are no UTF-8 are written out."""
+def _label_of(name: str) -> str | None:
+    """Return the first sub-folder of a name; bytes that are not UTF-8 are escaped."""
     first, slash, _ = name.partition("/")
     return os.fsencode(first).decode("utf-8", "backslashreplace") if slash else None
 
 
-def _id(path: str) -> str:
+def _id_of(path: str) -> str:
     return hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -1,7 +1,7 @@
-"""What a gallery replies to queries: the answer and its evidence, and results in which near duplicates are one.
+"""Replies to queries: the answer, and a list of results in which near duplicates are grouped.
 
-The evidence is what `idml.calibration.evidence.gather_evidence` gives at calibration: that of the 10 nearest items by
-the distance of unit vectors, however many results are asked for.
+The answer depends on the 10 nearest items by the distance of unit vectors, for any number of requested results. The
+calibration uses the same evidence.
 """
 
 from collections.abc import Sequence
@@ -14,51 +14,51 @@ from torch import Tensor
 from idml.calibration.evidence import Evidence, Profile, evidence_from_lists
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
-from idml.search.answers import Answer, RiskTargets, answer
+from idml.search.answers import Answer, RiskTargets, answer_queries
 from idml.search.engines import DamagedGallery, Engine, Found, Item
 
 LISTED = 10
 SEARCHED = f"{LISTED} nearest, euclidean"
 DUPLICATE = 0.02  # results whose unit vectors are nearer to each other are near duplicates
-_DEEPEST = 4  # times k: how far is searched for results that are no duplicates
+_MAX_DEPTH = 4  # times k: how far to search for results that are not duplicates
 
 
-class Vanished(Exception):
-    """An item that was found is not there any more, or has lost its label: search again."""
+class GalleryChanged(Exception):
+    """The gallery changed during a search: an item that was found is gone or has lost its label. Search again."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """An item that was found."""
+    """An item of a result list."""
 
     id: str
     path: str
     label: str | None
     distance: float
-    """Between unit vectors, 0 … 2."""
+    """Distance of the unit vectors, 0 … 2."""
     probability: float | None
-    """P(it is what the query shows); None without a calibration that tells."""
+    """P(the item matches the query); None if the calibration does not give it."""
     level: float
-    """Its uncertainty ‖u‖."""
+    """Uncertainty ‖u‖ of the item."""
     duplicates: tuple[str, ...]
-    """Further items that were found and are near duplicates of this one."""
+    """Ids of the near duplicates of this item in the result list."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What is told about one query."""
+    """The reply to one query."""
 
     answer: Answer
     results: tuple[Result, ...]
     level: float
-    """The query's uncertainty ‖u‖."""
+    """Uncertainty ‖u‖ of the query."""
     calibrated: bool
     notes: tuple[str, ...]
-    """Lines about the gallery that a person should know."""
+    """Lines about the gallery that the user should read."""
 
 
-class Known(NamedTuple):
-    """What is known about an item that was found."""
+class FoundItem(NamedTuple):
+    """An item that was found, with its vectors."""
 
     item: Item
     level: float
@@ -67,8 +67,8 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How queries are answered: by which calibration, and what is known about the gallery as a whole."""
+class AnswerContext:
+    """What all answers of a gallery depend on: whether it has labels, its calibration, its profile and notes."""
 
     labelled: bool
     calibration: Calibration | None
@@ -76,40 +76,42 @@ class Setting:
     notes: tuple[str, ...]
 
 
-def reply(engine: Engine, queries: Embeddings, k: int, targets: RiskTargets, setting: Setting) -> list[Reply]:
-    """The reply to each query; `Vanished` if the gallery changes meanwhile."""
+def build_replies(
+    engine: Engine, queries: Embeddings, k: int, targets: RiskTargets, context: AnswerContext
+) -> list[Reply]:
+    """Search the engine and build the reply to each query; raise `GalleryChanged` if the gallery changes meanwhile."""
     found = engine.search(queries, max(LISTED, k))
     if found.distances.shape[1] == 0:
-        raise Vanished
-    known: dict[str, Known] = {}
-    _look_up(engine, found, known)
-    calibration = setting.calibration
-    evidence = _evidence(queries, found, known, setting.labelled)
-    answers = answer(evidence, calibration, targets, profile=setting.profile)
-    notes = setting.notes
+        raise GalleryChanged
+    items: dict[str, FoundItem] = {}
+    _fetch_items(engine, found, items)
+    calibration = context.calibration
+    evidence = _build_evidence(queries, found, items, context.labelled)
+    answers = answer_queries(evidence, calibration, targets, profile=context.profile)
+    notes = context.notes
     if calibration is not None and targets.max_missed is not None:
         why = calibration.find_set_guarantee(targets.max_missed, targets.confidence).reason
         notes += (why,) if why else ()
     lists = [list(zip(ids, d, strict=True)) for ids, d in zip(found.ids, found.distances.tolist(), strict=True)]
-    _deepen(engine, queries, k, answers, lists, known)
+    _extend_lists(engine, queries, k, answers, lists, items)
     out = []
     for own, listed, level in zip(answers, lists, evidence.level.tolist(), strict=True):
-        groups = collapse([known[id] for id, _ in listed])
-        told, size = own, k
-        if own.results is not None:  # so many images hold a right one: the results that show all of them
+        groups = group_duplicates([items[id] for id, _ in listed])
+        final, size = own, k
+        if own.results is not None:  # a set of images contains a right one: count the results that show this set
             shown = sum(group[0] < own.results for group in groups)
-            told, size = replace(own, results=shown), max(k, shown)
-        results = _results(groups[:size], listed, known, own.probability, calibration)
-        out.append(Reply(told, results, level, own.calibrated, notes))
+            final, size = replace(own, results=shown), max(k, shown)
+        results = _make_results(groups[:size], listed, items, own.probability, calibration)
+        out.append(Reply(final, results, level, own.calibrated, notes))
     return out
 
 
-def _look_up(engine: Engine, found: Found, known: dict[str, Known]) -> None:
-    """Add what is not in ``known`` yet."""
-    ids = [id for id in dict.fromkeys(id for row in found.ids for id in row) if id not in known]
+def _fetch_items(engine: Engine, found: Found, items: dict[str, FoundItem]) -> None:
+    """Read the found items that are not in ``items`` yet, and add them."""
+    ids = [id for id in dict.fromkeys(id for row in found.ids for id in row) if id not in items]
     if not ids:
         return
-    items = engine.get_many(ids)
+    stored = engine.get_many(ids)
     try:
         levels, vectors = engine.levels(ids).tolist(), engine.embeddings(ids)
     except DamagedGallery:
@@ -117,24 +119,24 @@ def _look_up(engine: Engine, found: Found, known: dict[str, Known]) -> None:
     except ValueError:
         if all(id in engine for id in ids):
             raise
-        raise Vanished from None
-    for id, item, level, unit, u in zip(ids, items, levels, vectors.unit, vectors.uncertainty, strict=True):
+        raise GalleryChanged from None
+    for id, item, level, unit, u in zip(ids, stored, levels, vectors.unit, vectors.uncertainty, strict=True):
         if item is None:
-            raise Vanished
-        known[id] = Known(item, level, unit, u)
+            raise GalleryChanged
+        items[id] = FoundItem(item, level, unit, u)
 
 
-def _evidence(queries: Embeddings, found: Found, known: dict[str, Known], labelled: bool) -> Evidence:
-    """The evidence from the first 10 of each list."""
+def _build_evidence(queries: Embeddings, found: Found, items: dict[str, FoundItem], labelled: bool) -> Evidence:
+    """Build the evidence from the first 10 results of each query."""
     classes = None
     if labelled:
-        labels = [[known[id].item.label for id in row[:LISTED]] for row in found.ids]
+        labels = [[items[id].item.label for id in row[:LISTED]] for row in found.ids]
         codes = {label: code for code, label in enumerate(dict.fromkeys(x for row in labels for x in row))}
         if None in codes:
-            raise Vanished
+            raise GalleryChanged
         classes = torch.tensor([[codes[label] for label in row] for row in labels])
     u = queries.uncertainty.detach().float()
-    first = torch.stack([known[row[0]].uncertainty for row in found.ids])
+    first = torch.stack([items[row[0]].uncertainty for row in found.ids])
     both = u + first if u.shape[1] == first.shape[1] else u if first.shape[1] == 0 else first
     return evidence_from_lists(
         found.distances[:, :LISTED],
@@ -145,68 +147,69 @@ def _evidence(queries: Embeddings, found: Found, known: dict[str, Known], labell
     )
 
 
-def _deepen(
+def _extend_lists(
     engine: Engine,
     queries: Embeddings,
     k: int,
     answers: Sequence[Answer],
     lists: list[list[tuple[str, float]]],
-    known: dict[str, Known],
+    items: dict[str, FoundItem],
 ) -> None:
-    """Make the lists longer that show fewer than k results, or fewer images than the answer speaks of."""
-    depth, items = max(LISTED, k), len(engine)
+    """Extend the lists that show fewer than k results, or fewer images than the answer refers to."""
+    depth = max(LISTED, k)
     sizes = [own.results or 0 for own in answers]
-    limit = min(items, max(LISTED, _DEEPEST * k, *sizes))
+    limit = min(len(engine), max(LISTED, _MAX_DEPTH * k, *sizes))
     while depth < limit:
-        shown = [len(collapse([known[id] for id, _ in listed])) for listed in lists]
+        shown = [len(group_duplicates([items[id] for id, _ in listed])) for listed in lists]
         short = [
             i
             for i, listed in enumerate(lists)
-            if len(listed) < sizes[i] or (shown[i] < k and len(listed) < _DEEPEST * k)
+            if len(listed) < sizes[i] or (shown[i] < k and len(listed) < _MAX_DEPTH * k)
         ]
         if not short:
             return
         depth = min(2 * depth, limit)
         found = engine.search(queries[short], depth)
-        _look_up(engine, found, known)
+        _fetch_items(engine, found, items)
         for i, ids, distances in zip(short, found.ids, found.distances.tolist(), strict=True):
-            listed = {id for id, _ in lists[i]}  # what was listed stays first: an engine may not be exact
+            listed = {id for id, _ in lists[i]}  # earlier results stay first: an engine may be approximate
             lists[i] += [(id, d) for id, d in zip(ids, distances, strict=True) if id not in listed]
 
 
-def collapse(listed: Sequence[Known]) -> list[list[int]]:
-    """Places in the list, those of near duplicates together: the first of each group is what the others repeat."""
+def group_duplicates(listed: Sequence[FoundItem]) -> list[list[int]]:
+    """Group the positions of near duplicates in a list; the first position of a group represents the others."""
     if not listed:
         return []
     units = torch.stack([x.unit for x in listed]).double()
     close = (torch.cdist(units, units, compute_mode="donot_use_mm_for_euclid_dist") < DUPLICATE).tolist()
     groups: list[list[int]] = []
-    for place, own in enumerate(listed):
+    for position, own in enumerate(listed):
         for group in groups:
-            if close[group[0]][place] or listed[group[0]].item.checksum == own.item.checksum:
-                group.append(place)
+            if close[group[0]][position] or listed[group[0]].item.checksum == own.item.checksum:
+                group.append(position)
                 break
         else:
-            groups.append([place])
+            groups.append([position])
     return groups
 
 
-def _results(
+def _make_results(
     groups: Sequence[Sequence[int]],
     listed: Sequence[tuple[str, float]],
-    known: dict[str, Known],
+    items: dict[str, FoundItem],
     first: float | None,
     calibration: Calibration | None,
 ) -> tuple[Result, ...]:
-    chances: list[float | None] = [None] * len(groups)
+    """Make one result for each group; ``first`` is the probability of the first one."""
+    probabilities: list[float | None] = [None] * len(groups)
     if first is not None and calibration is not None and calibration.match_curve is not None:
         distances = torch.tensor([listed[group[0]][1] for group in groups])
-        chances = [min(first, p) for p in calibration.match_probability(distances).tolist()]
-    chances[0] = first
+        probabilities = [min(first, p) for p in calibration.match_probability(distances).tolist()]
+    probabilities[0] = first
     out = []
-    for group, chance in zip(groups, chances, strict=True):
+    for group, probability in zip(groups, probabilities, strict=True):
         id, distance = listed[group[0]]
-        item, level, *_ = known[id]
-        others = tuple(listed[place][0] for place in group[1:])
-        out.append(Result(id, item.path, item.label, distance, chance, level, others))
+        item, level, *_ = items[id]
+        others = tuple(listed[position][0] for position in group[1:])
+        out.append(Result(id, item.path, item.label, distance, probability, level, others))
     return tuple(out)

@@ -1,4 +1,4 @@
-"""A map of a gallery: a t-SNE of its items, in which near means alike."""
+"""A map of a gallery: a t-SNE of its items, in which similar images are close together."""
 
 import hashlib
 import json
@@ -19,12 +19,12 @@ from idml.search.engines import Item
 from idml.search.gallery import Gallery
 
 MAP = "map.json"
-_VERSION = 1  # goes up when a map is drawn in another way
-_drawing = threading.Lock()  # one map at a time: it takes all cores
+_VERSION = 1  # increase it when maps are computed differently
+_computing = threading.Lock()  # one map at a time: it uses all cores
 
 
 class Point(NamedTuple):
-    """An item on the map, x and y in 0 … 1."""
+    """An item on the map; x and y are in 0 … 1."""
 
     id: str
     x: float
@@ -34,65 +34,68 @@ class Point(NamedTuple):
 
 
 def gallery_map(gallery: Gallery, limit: int = 3000) -> list[Point]:
-    """The places of up to ``limit`` items, drawn by lot, in the plane.
+    """Compute the map of up to ``limit`` items, chosen at random.
 
-    The map is kept (in a gallery's folder, or in the cache) until one of these items changes; labels are those of now.
+    The map is stored in the gallery's folder, or in the cache for Milvus, until one of these items changes. Labels are
+    always the current ones.
     """
     if limit < 1:
         raise ValueError(f"a map needs at least one item, got limit={limit}")
-    with _drawing:
-        with gallery.still:
-            chosen = nsmallest(limit, gallery.items(), key=_lot)
+    with _computing:
+        with gallery.write_lock:
+            chosen = nsmallest(limit, gallery.items(), key=_sampling_key)
             ids = [item.id for item in chosen]
             levels, units = gallery.engine.levels(ids).tolist(), gallery.engine.embeddings(ids).unit
-        key = _key(chosen)
-        path = (cache_folder() / f"map-{key}.json") if gallery.roots is None else gallery.roots.folder / MAP
-        places = _read(path, key, len(ids))
-        if places is None:
-            places = _draw(units) if ids else []
-            _keep(path, key, places)
-    return [Point(item.id, x, y, item.label, level) for item, (x, y), level in zip(chosen, places, levels, strict=True)]
+        version = _version_of(chosen)
+        path = (cache_folder() / f"map-{version}.json") if gallery.roots is None else gallery.roots.folder / MAP
+        coordinates = _read(path, version, len(ids))
+        if coordinates is None:
+            coordinates = _compute(units) if ids else []
+            _store(path, version, coordinates)
+    return [
+        Point(item.id, x, y, item.label, level) for item, (x, y), level in zip(chosen, coordinates, levels, strict=True)
+    ]
 
 
-def _lot(item: Item) -> bytes:
-    """The order in which items come onto the map: by chance, but one that comes or goes changes nothing else."""
+def _sampling_key(item: Item) -> bytes:
+    """Return a random but fixed sort key, so that adding or removing an item leaves the rest of the sample as it is."""
     return hashlib.sha256(item.id.encode("utf-8", "surrogateescape")).digest()
 
 
-def _key(items: Sequence[Item]) -> str:
+def _version_of(items: Sequence[Item]) -> str:
     digest = hashlib.sha256(str(_VERSION).encode())
     for item in items:
         digest.update(f"\n{len(item.id)} {item.id} {item.checksum}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
 
-def _read(path: Path, key: str, items: int) -> list[tuple[float, float]] | None:
-    """A map that was kept; one that is old or damaged counts as absent."""
+def _read(path: Path, version: str, items: int) -> list[tuple[float, float]] | None:
+    """Read a stored map; None if it is missing, outdated or damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        kept = json.loads(path.read_bytes())
-        if kept["key"] == key and len(kept["places"]) == items:
-            return [(float(x), float(y)) for x, y in kept["places"]]
+        stored = json.loads(path.read_bytes())
+        if stored["key"] == version and len(stored["places"]) == items:
+            return [(float(x), float(y)) for x, y in stored["places"]]
     return None
 
 
-def _keep(path: Path, key: str, places: Sequence[tuple[float, float]]) -> None:
-    with suppress(OSError):  # a reader may not be allowed to write here, or another one is at it
+def _store(path: Path, version: str, coordinates: Sequence[tuple[float, float]]) -> None:
+    with suppress(OSError):  # a reader may have no right to write here, or another process is writing
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"key": key, "places": places}).encode())
+        write_atomic(path, json.dumps({"key": version, "places": coordinates}).encode())
 
 
-def _draw(units: Tensor) -> list[tuple[float, float]]:
+def _compute(units: Tensor) -> list[tuple[float, float]]:
     different = len(units.unique(dim=0))
     xy = _circle(len(units)) if len(units) < 4 or different < 2 else tsne_positions(units.numpy())
     if not np.isfinite(xy).all():
         xy = _circle(len(units))
     low, high = xy.min(axis=0), xy.max(axis=0)
-    scale = float((high - low).max()) or 1.0  # one for both: the map is not stretched
-    placed = 0.5 + (xy - (low + high) / 2) / scale
-    return [(x, y) for x, y in placed.clip(0, 1).round(5).tolist()]
+    scale = float((high - low).max()) or 1.0  # the same for x and y, so the map is not stretched
+    scaled = 0.5 + (xy - (low + high) / 2) / scale
+    return [(x, y) for x, y in scaled.clip(0, 1).round(5).tolist()]
 
 
 def _circle(items: int) -> NDArray[np.float64]:
-    """For items that no map can tell apart."""
+    """Place items on a circle, where t-SNE is not possible."""
     angle = 2 * np.pi * np.arange(items) / items
     return np.stack([np.cos(angle), np.sin(angle)], axis=1)

@@ -197,7 +197,7 @@ class Service:
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
         """What ``make`` gives, made once for each state of the gallery."""
-        with self.gallery.still:
+        with self.gallery.write_lock:
             if self._made.get(name, (-1, None))[0] != self._state:
                 self._made[name] = self._state, make()
             made: T = self._made[name][1]
