@@ -18,7 +18,7 @@ import idml
 from idml.model import onnx as export
 from idml.model.model import FILE, build_model, fingerprint, load_model, save_model
 from idml.model.onnx import export_onnx, open_session, read_onnx
-from idml.search.embedder import open_embedder, prepared
+from idml.search.embedder import open_embedder, prepare_image
 
 VARIANTS = {
     "introspective": {},
@@ -292,7 +292,7 @@ def test_a_model_that_was_never_trained_starts_as_in_the_torch_embedder(tmp_path
     save_model(build_model("conv4", embedding_dim=8, image_size=28), tmp_path)
     images = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in pictures(load_model(tmp_path).config, 5)]
     network, _, _ = export._network(tmp_path)
-    _, found = network(torch.stack([prepared(image, 28) for image in images]))
+    _, found = network(torch.stack([prepare_image(image, 28) for image in images]))
     wanted = open_embedder(tmp_path).embed(images).uncertainty
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
@@ -304,5 +304,5 @@ def test_pretrained_is_the_trunk_of_the_torch_embedder():
     assert (config.embedding_dim, config.image_size) == (embedder.dimensions, 224)
     image = Image.fromarray(pictures(config, 3)[2].transpose(1, 2, 0))
     with torch.no_grad():
-        (found,) = network(prepared(image, 224)[None])
+        (found,) = network(prepare_image(image, 224)[None])
     torch.testing.assert_close(found, embedder.embed([image]).semantic)

@@ -119,9 +119,8 @@ def answer_queries(
 def _find_doubts(evidence: Evidence, calibration: Calibration) -> list[str]:
     """Name for each query the most unusual of its scores; empty if none is unusual."""
     level = calibration.position("level", evidence.level)
-    varies = (
-        calibration.percentiles["level"][0] < calibration.percentiles["level"][-1]
-    )  # without u, all levels are equal
+    levels = calibration.percentiles["level"]
+    varies = levels[0] < levels[-1]  # without u, all levels are equal
     margin, words = (
         (evidence.gap, "two images tie") if not calibration.labelled else (evidence.margin, "two classes tie")
     )

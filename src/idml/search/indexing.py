@@ -70,9 +70,7 @@ def index_folder(
         indexer.add_files(listing.names[start : start + _BATCH])
         progress(min(start + _BATCH, len(listing.names)), len(listing.names))
     if not os.path.isdir(root):
-        raise FileNotFoundError(
-            f"the folder {str(folder)!r} no longer exists; what was read is kept, nothing was removed"
-        )
+        raise FileNotFoundError(f"the folder {str(folder)!r} is gone; what was read is kept, nothing was removed")
     unreadable = tuple(prefix + name for name in listing.unreadable)
     gone = [item.id for path, item in before.items() if path not in indexer.seen and not path.startswith(unreadable)]
     removed = gallery.remove(gone) if gone else 0
