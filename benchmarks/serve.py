@@ -38,7 +38,7 @@ FORM = b'--b\r\nContent-Disposition: form-data; name="image"\r\n\r\n%b\r\n--b--\
 
 def glyphs(number: int) -> list[bytes]:
     """So many glyphs as PNG, evenly from all classes."""
-    from idml.data.glyphs import load_glyphs
+    from idml.data.datasets import load_glyphs
 
     images = load_glyphs(size=32).test
     out = []

@@ -7,16 +7,16 @@ import time
 import pytest
 
 from idml import cli, demo
-from idml.data import glyphs
-from idml.data.sources import Dataset
+from idml.data import datasets
+from idml.data.datasets import Dataset
 
 
 @pytest.fixture
 def few_glyphs(monkeypatch, tmp_path):
     """The glyphs cut down to some classes, so that a demo takes seconds."""
-    whole = glyphs.load_glyphs()
+    whole = datasets.load_glyphs()
     cut = Dataset("glyphs", whole.train.of_classes(range(40)), whole.test.of_classes(range(60)), notes=("a few",))
-    monkeypatch.setattr(glyphs, "load_glyphs", lambda: cut)
+    monkeypatch.setattr(datasets, "load_glyphs", lambda: cut)
     monkeypatch.setattr(demo, "load_glyphs", lambda: cut)
     monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(demo.SETTINGS, "epochs", 1)

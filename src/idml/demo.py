@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from idml.calibration.calibrate import calibrate_run
-from idml.data.glyphs import load_glyphs
+from idml.data.datasets import ImageSet, load_glyphs
 from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
-from idml.data.sources import ImageSet
 from idml.evaluation.evaluate import measure_ambiguity
 from idml.files import write_atomic
 from idml.model import load_model

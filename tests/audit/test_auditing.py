@@ -18,8 +18,7 @@ from idml.audit.decisions import FILE, Decision, Settled, append, cleaned, now, 
 from idml.audit.findings import AuditImages, checksum
 from idml.audit.report import read_audit
 from idml.audit.run import audit_run
-from idml.data.datasets import load_dataset
-from idml.data.sources import Dataset
+from idml.data.datasets import Dataset, load_dataset
 from idml.model import Model, build_model, save_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train

@@ -20,10 +20,9 @@ from idml.calibration.report import build_page
 from idml.calibration.risk_control import ERROR_RATES, upper_bound
 from idml.calibration.stored import Calibration, split_queries
 from idml.data.augment import View
-from idml.data.datasets import hold_out, load_dataset
+from idml.data.datasets import Dataset, hold_out, load_dataset
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
-from idml.data.sources import Dataset
 from idml.model import fingerprint, load_model, save_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from PIL import ImageFont
 
-from idml.data import glyphs
-from idml.data.glyphs import load_glyphs
+from idml.data import datasets, glyphs
+from idml.data.datasets import load_glyphs
 
 SMALL = 8  # pixels: where only the cache is tested
 
@@ -214,7 +214,7 @@ def test_whole_groups_lie_in_one_half(dataset, by_font):
 def test_groups_do_not_chain(cache, dataset):
     fonts = glyphs._fonts()
     drawings = glyphs._read(next(cache.iterdir()), glyphs._key(fonts, 32), 32, fonts)
-    _, group = glyphs.twins(drawings)
+    _, group = glyphs.find_twins(drawings)
     members = Counter(group.values())
     assert max(members.values()) <= 8
     assert sum(count > 1 for count in members.values()) > 100
@@ -223,7 +223,7 @@ def test_groups_do_not_chain(cache, dataset):
 
 
 def test_the_half_of_a_group_is_the_same_everywhere():
-    assert [glyphs.in_train(ord(c)) for c in "ABCDEFGH"] == [True, False, True, True, False, True, True, True]
+    assert [glyphs.is_train_group(ord(c)) for c in "ABCDEFGH"] == [True, False, True, True, False, True, True, True]
 
 
 # ---- the cache
@@ -267,13 +267,14 @@ print(digest(load_glyphs(size=SMALL, cache=folder)))
 
 def test_two_processes_at_once(tmp_path, small, drawn):
     """Both draw for themselves, with other hash seeds: the same as here, and one sound file."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     both = [
         subprocess.Popen(
             [sys.executable, "-c", TWO_PROCESSES, str(number), str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": str(number + 1)},
+            env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": str(number + 1)},
         )
         for number in range(2)
     ]
@@ -288,7 +289,7 @@ def test_two_processes_at_once(tmp_path, small, drawn):
 def test_drawing_again_gives_the_same(dataset):
     fonts = glyphs._fonts()
     again = glyphs.draw(fonts, 32)
-    assert digest(glyphs._dataset(again, [font.name for font in fonts])) == digest(dataset)
+    assert digest(datasets._build_glyphs(again, [font.name for font in fonts])) == digest(dataset)
 
 
 def npy(path, array):
@@ -327,7 +328,7 @@ def test_a_damaged_or_foreign_file_is_replaced_with_one_warning(damage, tmp_path
     with np.load(path) as file:
         damage(path, dict(file))
     drawn.clear()
-    with pytest.warns(UserWarning, match="is drawn anew") as seen:
+    with pytest.warns(UserWarning, match="it is drawn again") as seen:
         assert digest(load_glyphs(size=SMALL, cache=tmp_path)) == small[2]
     assert len(seen) == 1
     assert "\n" not in str(seen[0].message)

@@ -13,9 +13,10 @@ from PIL import Image
 
 from idml.data import images
 from idml.data.augment import View
+from idml.data.datasets import ImageSet
 from idml.data.images import load_square, read_image
 from idml.data.pixel_cache import load_pixels
-from idml.data.sources import FileSource, ImageSet
+from idml.data.sources import FileSource
 
 T = Image.Transpose
 STORED = {  # how the upright picture lies in the file, for each EXIF orientation

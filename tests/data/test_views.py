@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from idml.data.augment import GRADED, MIXED, View, centre_crop, other_class
+from idml.data.datasets import ImageSet
 from idml.data.pixel_cache import Pixels
-from idml.data.sources import ArraySource, ImageSet
+from idml.data.sources import ArraySource
 
 
 @pytest.fixture(scope="module")

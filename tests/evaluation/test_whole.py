@@ -15,9 +15,8 @@ from PIL import Image
 
 from idml import IntrospectiveMetric, cli
 from idml.data.augment import GRADED, MIXED, View, other_class
-from idml.data.datasets import load_dataset
+from idml.data.datasets import Dataset, load_dataset
 from idml.data.pixel_cache import load_pixels
-from idml.data.sources import Dataset
 from idml.evaluation import (
     GALLERY_AWARE,
     QUERY_ONLY,

@@ -100,7 +100,7 @@ def test_the_trunk_stays_and_the_heads_learn(frozen, tmp_path):
 
 def _centre(source):
     from idml.data.augment import centre_crop
-    from idml.data.sources import ImageSet
+    from idml.data.datasets import ImageSet
 
     pixels = load_pixels(ImageSet("one", [source], torch.tensor([0]), ("a",)), 37)
     return centre_crop(pixels.batch(torch.tensor([0])), 32)[0]

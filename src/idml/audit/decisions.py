@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from idml.audit.findings import AuditImages, checksum
-from idml.data.layouts import counted
+from idml.data.layouts import format_count
 from idml.data.sources import FileSource
 from idml.files import lock_file, sync_folder, write_atomic
 
@@ -294,10 +294,10 @@ def cleaned(
     notes = []
     if unlisted:
         notes.append(
-            f"{counted(unlisted, 'image')} left out of {CLEANED_FILE}: names that are not UTF-8 cannot stand in it"
+            f"{format_count(unlisted, 'image')} left out of {CLEANED_FILE}: names that are not UTF-8 cannot stand in it"
         )
     if stale:
-        notes.append(f"{counted(stale, 'image')} changed after the decision: it is not applied, decide again")
+        notes.append(f"{format_count(stale, 'image')} changed after the decision: it is not applied, decide again")
     return rows, Cleaned("", len(rows), relabelled, excluded, tuple(notes))
 
 

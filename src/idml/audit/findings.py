@@ -16,8 +16,9 @@ from torch import Tensor
 
 from idml.audit.duplicates import DuplicateGroup, difference, duplicates
 from idml.audit.label_errors import Suspicion, ambiguous, mislabelled
-from idml.data.layouts import counted
-from idml.data.sources import ArraySource, Dataset, FileSource, ImageSet, Source, TarSource
+from idml.data.datasets import Dataset, ImageSet
+from idml.data.layouts import format_count
+from idml.data.sources import ArraySource, FileSource, Source, TarSource
 from idml.embeddings import Embeddings
 from idml.evaluation.knn import Neighbours, nearest
 
@@ -186,7 +187,7 @@ def _suspicion(subject: Subject, notes: list[str]) -> Suspicion:
     suspicion = mislabelled(subject.embeddings, labels)
     alone = int((~suspicion.judged).sum())
     if alone:
-        notes.append(f"{counted(alone, 'image')} alone in a class: nothing speaks for or against such a label")
+        notes.append(f"{format_count(alone, 'image')} alone in a class: nothing speaks for or against such a label")
     return suspicion
 
 
@@ -226,7 +227,7 @@ def _ambiguous(subject: Subject, found: Neighbours) -> list[Finding]:
         most, second = (subject.images.classes[int(x[row])] for x in (told.first, told.second))
         why = (
             f"{most!r} and {second!r} share its surroundings: "
-            f"its {len(theirs)} nearest images are of {counted(len(theirs.unique()), 'class')}"
+            f"its {len(theirs)} nearest images are of {format_count(len(theirs.unique()), 'class')}"
         )
         number, score = int(subject.numbers[row]), float(told.score[row])
         partners = subject.partners(rows[:_SHOWN], distances[:_SHOWN])

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from idml.calibration.evidence import Evidence, evidence_from_lists
-from idml.data.datasets import hold_out, load_dataset
-from idml.data.sources import Dataset
+from idml.data.datasets import Dataset, hold_out, load_dataset
 from idml.embeddings import Embeddings, full_precision
 from idml.evaluation.knn import Neighbours, nearest
 

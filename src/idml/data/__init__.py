@@ -1,1 +1,1 @@
-"""Where images come from."""
+"""Data sets, and everything between a file and a batch of pixels."""

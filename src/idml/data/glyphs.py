@@ -1,15 +1,15 @@
-"""Glyphs, the data set that needs no download: characters drawn in the fonts that matplotlib ships.
+"""The pixels of glyphs, the data set that needs no download: characters in the fonts that matplotlib ships.
 
 One class is one Unicode character that at least ten fonts contain, one image is that character in one font: white on
 black, its ink centred in the square. Capitals are equally tall in every font, so that o, O and a full stop keep their
 sizes; only what would leave the middle seven eighths of the square is shrunk to fit.
 
-Some characters cannot be told apart, and which ones is known: Latin A, Greek Α and Cyrillic А are the same pixels in
-most fonts. An image is *ambiguous* if the same font draws another class exactly so. Classes that any one font draws
-alike form a *twin group*. One font is enough: so no image has its twin in the other half of the split, and the groups
-do not chain (the largest has 6 of the 2,450 classes; it would have 4 if three fonts had to agree).
+Some characters look identical, and it is known which: Latin A, Greek Α and Cyrillic А are the same pixels in most
+fonts. An image is *ambiguous* if the same font draws another class with the same pixels. Classes that any one font
+draws identically form a *twin group*. One font is enough: so no image has its twin in the other half of the split. The
+groups stay small: the largest has 6 of the 2,450 classes (it would have 4 if three fonts had to agree).
 
-Within a class, one image in six repeats another one: many symbols of an oblique font are those of its upright sister.
+Within a class, one image in six repeats another one: many symbols of an oblique font equal those of its upright font.
 """
 
 import hashlib
@@ -24,18 +24,16 @@ from typing import NamedTuple
 
 import numpy as np
 import PIL
-import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, features
 
-from idml.data.sources import ArraySource, Dataset, ImageSet
 from idml.files import cache_folder
 
-VERSION = 1  # of the drawing below: a change of pixels needs a new number, or old caches would be read
+VERSION = 1  # of the drawing below: raise it when the pixels change, so that old caches are not read
 MIN_FONTS = 10
 SIZES = range(8, 129)
 OVERSAMPLING = 4  # drawn this much larger, then averaged: hinting and whole-pixel placement no longer show
-CAPITAL = 9 / 16  # height of H, as a part of the square
+CAPITAL = 9 / 16  # height of H, as a share of the square
 INNER = 7 / 8  # no ink outside this part of the square
 # Not text fonts: boxes for missing characters, TeX encodings, private use, sizes of brackets, a few dozen characters.
 LEFT_OUT = ("LastResort", "cm", "STIXNonUni", "STIXSiz", "DejaVuSansDisplay", "DejaVuSerifDisplay")
@@ -49,11 +47,10 @@ class Drawings(NamedTuple):
     fonts: NDArray[np.int64]  # [n] rows of the font list
 
 
-def load_glyphs(*, size: int = 32, cache: Path | None = None) -> Dataset:
-    """Characters in many fonts, of ``size`` × ``size`` pixels; half of the twin groups to train on, half to test on.
+def load_drawings(*, size: int = 32, cache: Path | None = None) -> tuple[Drawings, list[str]]:
+    """Return all images of ``size`` × ``size`` pixels, and the names of the fonts.
 
-    They are drawn in some seconds the first time and kept as one file in the folder ``cache`` (by default
-    ``$IDML_CACHE``, else ``idml`` in ``$XDG_CACHE_HOME`` or ``~/.cache``); a folder that cannot be written is no error.
+    They are drawn the first time and then kept in a file in the folder ``cache`` (by default `cache_folder`).
     """
     if size not in SIZES:
         raise ValueError(f"glyphs: size must lie in {SIZES[0]} … {SIZES[-1]}, not {size}")
@@ -65,11 +62,11 @@ def load_glyphs(*, size: int = 32, cache: Path | None = None) -> Dataset:
         drawings = draw(fonts, size)
         with suppress(OSError):  # without a cache it is only slower
             _write(file, key, drawings)
-    return _dataset(drawings, [font.name for font in fonts])
+    return drawings, [font.name for font in fonts]
 
 
 def draw(fonts: Sequence[Path], size: int) -> Drawings:
-    """Every character that at least ``MIN_FONTS`` of the fonts really contain, in each of them."""
+    """Draw every character that at least ``MIN_FONTS`` of the fonts contain, in each of these fonts."""
     from fontTools.ttLib import TTFont
 
     contained = []
@@ -95,12 +92,12 @@ def draw(fonts: Sequence[Path], size: int) -> Drawings:
 
 
 def is_visible(character: str) -> bool:
-    """Not a control, unassigned or private character, not a blank, not a combining mark."""
+    """Return whether it is no control, unassigned or private character, no blank and no combining mark."""
     return unicodedata.category(character)[0] not in "CZM"
 
 
 def draw_character(font: ImageFont.FreeTypeFont, character: str, size: int) -> NDArray[np.uint8] | None:
-    """White on black, the ink centred; None if there is no ink."""
+    """Draw a character in white on black, the ink centred; None if there is no ink."""
     left, top, right, bottom = font.getbbox(character, anchor="ls")
     glyph = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     ImageDraw.Draw(glyph).text((1 - left, 1 - top), character, fill=255, font=font, anchor="ls")
@@ -119,11 +116,14 @@ def draw_character(font: ImageFont.FreeTypeFont, character: str, size: int) -> N
     return pixels if pixels.any() else None
 
 
-def twins(drawings: Drawings) -> tuple[NDArray[np.bool_], dict[int, int]]:
-    """Which images the same font draws alike for another character; the smallest character of each one's twin group."""
-    alike: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+def find_twins(drawings: Drawings) -> tuple[NDArray[np.bool_], dict[int, int]]:
+    """Find the images that the same font draws identically for another character [n], and the twin groups.
+
+    A twin group is named by its smallest character: the second result maps each character to it.
+    """
+    identical: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
     for image, row in enumerate(drawings.fonts.tolist()):
-        alike[row, drawings.pixels[image].tobytes()].append(image)
+        identical[row, drawings.pixels[image].tobytes()].append(image)
     ambiguous = np.zeros(len(drawings.fonts), dtype=np.bool_)
     parent = {code: code for code in drawings.characters.tolist()}
 
@@ -132,7 +132,7 @@ def twins(drawings: Drawings) -> tuple[NDArray[np.bool_], dict[int, int]]:
             code = parent[code]
         return code
 
-    for images in alike.values():
+    for images in identical.values():
         if len(images) > 1:
             ambiguous[images] = True
             roots = {smallest(code) for code in drawings.characters[images].tolist()}
@@ -140,32 +140,9 @@ def twins(drawings: Drawings) -> tuple[NDArray[np.bool_], dict[int, int]]:
     return ambiguous, {code: smallest(code) for code in parent}
 
 
-def in_train(group: int) -> bool:
-    """The half of a twin group, from a hash of its smallest character: the same on every machine."""
+def is_train_group(group: int) -> bool:
+    """Return whether a twin group trains, by a hash of its smallest character: the same on every machine."""
     return hashlib.sha256(f"U+{group:04X}".encode()).digest()[0] % 2 == 0
-
-
-def _dataset(drawings: Drawings, fonts: Sequence[str]) -> Dataset:
-    ambiguous, group = twins(drawings)
-    places = list(zip(drawings.characters.tolist(), drawings.fonts.tolist(), strict=True))
-    halves = {}
-    for train in (True, False):
-        codes = [code for code in sorted(group) if in_train(group[code]) == train]
-        label = {code: number for number, code in enumerate(codes)}
-        rows = [row for row, (code, _) in enumerate(places) if code in label]
-        halves[train] = ImageSet(
-            f"glyphs/{'train' if train else 'test'}",
-            [ArraySource(f"U+{places[row][0]:04X}/{fonts[places[row][1]]}", drawings.pixels[row]) for row in rows],
-            torch.tensor([label[places[row][0]] for row in rows], dtype=torch.long),
-            tuple(f"U+{code:04X} {unicodedata.name(chr(code), 'UNNAMED')}" for code in codes),
-            torch.from_numpy(ambiguous[rows]),
-        )
-    members = [count for count in Counter(group.values()).values() if count > 1]
-    note = (
-        f"glyphs: {len(group):,} classes, {len(places):,} images, {len(fonts)} fonts; {int(ambiguous.sum()):,} images "
-        f"have an identical twin in another class ({len(members)} groups of twins, {sum(members)} classes)"
-    )
-    return Dataset("glyphs", halves[True], halves[False], notes=(note,))
 
 
 def _fonts() -> list[Path]:
@@ -200,9 +177,9 @@ def _read(file: Path, key: str, size: int, fonts: Sequence[Path]) -> Drawings | 
                 raise ValueError("made by something else")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except Exception as error:  # a damaged zip raises nearly anything; whatever it is, the file is of no use
+    except Exception as error:  # a damaged zip can raise any exception
         reason = " ".join(str(error).split()) or type(error).__name__
-        warnings.warn(f"glyphs: the cache {str(file)!r} is drawn anew: {reason}", stacklevel=3)
+        warnings.warn(f"glyphs: cannot use the cache {str(file)!r} ({reason}): it is drawn again", stacklevel=4)
         return None
     return drawings
 
@@ -219,7 +196,7 @@ def _is_sound(drawings: Drawings, size: int, fonts: int) -> bool:
 
 
 def _write(file: Path, key: str, drawings: Drawings) -> None:
-    """Complete or not at all, whoever else writes: under a name of its own first, then renamed."""
+    """Write the file under a unique temporary name and rename it: several processes may do so at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""One way to decode an image. Images are hostile input: known formats, bounded size, no trust in names."""
+"""Decoding and resizing of images. Images are untrusted input: only known formats and bounded sizes are decoded."""
 
 import warnings
 from pathlib import Path
@@ -13,25 +13,25 @@ from torch import Tensor
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 64_000_000
 MIN_SIDE = 512
-_TOGETHER = 1 << 18  # deep pixels that are scaled at a time
+_BLOCK = 1 << 18  # 16-bit pixels that are scaled at a time
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
 def read_image(path: str | Path, *, min_side: int = MIN_SIDE) -> Image.Image:
-    """The image file as RGB; see `decode_image`."""
+    """Decode an image file as RGB; see `decode_image`."""
     return decode_image(path, str(path), min_side=min_side)
 
 
 def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_SIDE) -> Image.Image:
-    """The image as RGB: turned as its EXIF says, transparency on white, 16-bit grey scaled, the first frame.
+    """Decode an image as RGB: rotated as its EXIF says, transparency on white, 16-bit grey scaled, the first frame.
 
     A large JPEG is decoded at reduced size, never below ``min_side`` pixels on its shorter side. Reducing changes an
-    embedding a little, so whoever wants less than 512 pixels decodes as many, too: a photo is then seen alike in
-    training, in a test and in a search. What cannot be read raises ``ValueError`` with the image's ``name``.
+    embedding a little. So at least 512 pixels are decoded even if fewer are wanted: a photo then has the same pixels in
+    training, evaluation and search. An image that cannot be read is a ``ValueError`` with its ``name``.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a decoder only warns about does not name the file
+            warnings.simplefilter("ignore")  # a decoder's warnings do not name the file
             with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
@@ -43,7 +43,7 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_
         raise FileNotFoundError(f"there is no image {name!r}") from None
     except UnidentifiedImageError:
         raise ValueError(f"cannot read the image {name!r}: it is none of {', '.join(FORMATS)}") from None
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders can raise any exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"cannot read the image {name!r}: {reason}") from error
 
@@ -58,12 +58,12 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _grey(image: Image.Image) -> Image.Image:
-    """Values of 16 bits and more, scaled to 8; some at a time, for a small file may hold very many."""
+    """Scale grey values of 16 bits and more to 8, block by block: a small file may hold very many pixels."""
     deep = np.asarray(image).reshape(-1)
     out = np.empty(deep.shape, np.uint8)
-    parts = [slice(first, first + _TOGETHER) for first in range(0, len(deep), _TOGETHER)]
+    parts = [slice(first, first + _BLOCK) for first in range(0, len(deep), _BLOCK)]
     full = 65535.0
-    if image.mode in ("F", "I"):  # wide enough for any scale: the largest value tells which one is meant
+    if image.mode in ("F", "I"):  # the scale is unknown: take it from the largest value
         largest = max(_values(deep[part]).max(initial=0.0) for part in parts)
         full = next((top for top in (1.0, 255.0, 65535.0) if largest <= top), largest)
     for part in parts:
@@ -76,11 +76,11 @@ def _values(pixels: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def load_square(path: str | Path, size: int, *, grey: bool = False) -> Tensor:
-    """The image file as uint8 [3, size, size] (or [1, …]); see `as_tested`."""
-    return as_tested(read_image(path, min_side=resized_side(size)), size, grey=grey)
+    """Load an image file as uint8 [3, size, size] (or [1, …] if ``grey``); see `crop_for_test`."""
+    return crop_for_test(read_image(path, min_side=resized_side(size)), size, grey=grey)
 
 
-def as_tested(image: Image.Image, size: int, *, grey: bool = False) -> Tensor:
+def crop_for_test(image: Image.Image, size: int, *, grey: bool = False) -> Tensor:
     """Resize an RGB image of any shape to a square, and crop the centre: what the test protocol uses."""
     side = resized_side(size)
     image = image.resize((side, side), Image.Resampling.BILINEAR)

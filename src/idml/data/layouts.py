@@ -1,4 +1,4 @@
-"""How each data set lies on disk: one function a layout, written once for a folder and for an uncompressed tar."""
+"""The files of each data set: one function per layout reads which images there are, in a folder or a plain tar."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ _STATUSES: dict[str, Part] = {"train": "train", "query": "test", "gallery": "gal
 
 
 class Listed(NamedTuple):
-    """An image as a data set lists it: name, number of its class, and its part where the data set says so."""
+    """An image as a data set lists it: name, number of its class, and its part if the data set says so."""
 
     name: str
     label: int
@@ -31,7 +31,7 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True)
 class Listing:
-    """What a data set says about itself: classes in order, images, and how many images each part officially has."""
+    """What a data set lists: classes in order, images, and the official number of images in each part."""
 
     tree: Tree
     classes: tuple[str, ...]
@@ -109,7 +109,7 @@ def inshop(path: Path) -> Listing:
     found: list[tuple[str, str, Part]] = []
     for line, (name, item, word) in _rows(tree, file, "image_name item_id evaluation_status", header=2):
         if word not in _STATUSES:
-            raise _malformed(tree, file, line, f"{word!r} is none of train, query, gallery")
+            raise _malformed(tree, file, line, f"{word!r} is not train, query or gallery")
         found.append((name, item, _STATUSES[word]))
     if not any(tree.has(name) for name, _, _ in found):
         tree = tree.below("Img/")
@@ -117,10 +117,10 @@ def inshop(path: Path) -> Listing:
 
 
 def folder(path: Path) -> Listing:
-    """One sub-folder a class, with whatever folders inside it.
+    """One sub-folder per class, which may have sub-folders of its own.
 
-    A tar is often made of the folder itself: one folder around two or more with images is looked through. Hidden files
-    and folders are skipped; links to folders are not followed, see `Folder`.
+    A tar often contains the folder itself: a single outer folder around two or more with images does not count. Hidden
+    files and folders are skipped; links to folders are not followed (see `Folder`).
     """
     tree = open_tree(path)
     names, links = tree.files()
@@ -137,15 +137,15 @@ def folder(path: Path) -> Listing:
     labels = {name: label for label, name in enumerate(classes)}
     notes = []
     if len(inside) < len(images):
-        notes.append(f"folder: {counted(len(images) - len(inside), 'image')} in no sub-folder passed over")
+        notes.append(f"folder: {format_count(len(images) - len(inside), 'image')} in no sub-folder left out")
     if links:
-        notes.append(f"folder: {counted(links, 'link')} to folders not followed")
+        notes.append(f"folder: {format_count(links, 'link')} to folders not followed")
     listed = [Listed(name, labels[name.split("/", 1)[0]]) for name in inside]
     return Listing(tree, tuple(classes), listed, notes=tuple(notes))
 
 
 def table(path: Path) -> Listing:
-    """A CSV file (UTF-8) with the columns path, label and, if it likes, split; paths start at the file's folder."""
+    """A CSV file (UTF-8) with the columns path, label and optionally split; paths start at the file's folder."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no {str(path)!r}")
     if not os.path.isfile(path):
@@ -156,7 +156,7 @@ def table(path: Path) -> Listing:
     try:
         columns = [name.strip() for name in next(rows, [])]
         if not {"path", "label"} <= set(columns) or len(set(columns)) < len(columns):
-            raise ValueError(f"expected the columns path, label and perhaps split, got {columns}")
+            raise ValueError(f"expected the columns path, label and optionally split, got {columns}")
         line = rows.line_num + 1
         for row in rows:
             if row:
@@ -191,20 +191,20 @@ def _table_row(row: list[str], columns: list[str]) -> tuple[str, str, Part | Non
 
 
 def natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """The key that sorts names as people do, 2 before 10."""
+    """Return a key that sorts names as people do, 2 before 10."""
     pieces = re.split("([0-9]+)", name)
     key = [(len(p.lstrip("0")), p.lstrip("0")) if i % 2 else (0, p) for i, p in enumerate(pieces)]
     return key, name
 
 
-def counted(number: int, noun: str) -> str:
-    """Such as "1 image", "2 classes"."""
+def format_count(number: int, noun: str) -> str:
+    """Format a number and a noun: "1 image", "2 classes"."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def _home(path: Path, *marks: str) -> Tree:
-    """The tree that starts where the data set does: at the path or, if it is the parent, below it."""
+    """Open the tree that starts where the data set does: at the path, or in a sub-folder of it."""
     tree = open_tree(path)
     homes = tree.homes(marks)
     if not homes:
@@ -236,7 +236,7 @@ def _text(tree: Tree, file: str) -> str:
 def _rows(
     tree: Tree, file: str, columns: str, *, header: int = 0, key: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
-    """The lines of a list, cut at blanks; the header is line number ``header``, a ``key`` comes once in column 1."""
+    """Yield the lines of a list, split at blanks; line ``header`` is the header; a ``key`` in column 1 is unique."""
     wanted, seen, lines = columns.split(), set(), _text(tree, file).split("\n")
     if header and (len(lines) < header or lines[header - 1].split() != wanted):
         raise _malformed(tree, file, header, f"expected the header {columns!r}")
@@ -258,6 +258,6 @@ def _mat(tree: Tree, file: str, variable: str) -> Any:
     data = tree.read(file)
     try:
         return np.atleast_1d(loadmat(io.BytesIO(data), squeeze_me=True, variable_names=[variable])[variable])
-    except Exception as error:  # a damaged file raises whatever it likes
+    except Exception as error:  # a damaged file can raise any exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"cannot read {variable!r} from {file!r} of {str(tree.path)!r}: {reason}") from None

@@ -1,7 +1,7 @@
-"""Decoded images at working size, in one memory-mapped file: decoded once, read by every later run.
+"""A cache of decoded and resized images in one memory-mapped file: decoded once, read by every later run.
 
-The file holds uint8 [images, side, side, 3] behind an ordinary .npy header, and beside it a list of the images that
-could not be read (`idml.files.cached_array` says how it survives kills and company).
+The file is an ordinary .npy of uint8 [images, side, side, 3]; a JSON file beside it lists the images that could not be
+read. It is complete or absent, and several processes may ask for it at once (`idml.files.cached_array`).
 """
 
 import json
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from idml.data.sources import ImageSet
+from idml.data.datasets import ImageSet
 from idml.files import cache_folder, cached_array, write_atomic
 from idml.progress import Count
 
@@ -23,9 +23,9 @@ _VERSION = 2
 
 @dataclass(frozen=True, eq=False)
 class Pixels:
-    """The images of a set, ``side`` pixels square; ``broken`` names those that could not be read, with the reason.
+    """The images of a set as squares of ``side`` pixels; ``broken`` maps those that could not be read to the reason.
 
-    A broken image is black and never asked for: `usable` lists the others.
+    A broken image is black and is not used: `usable` lists the others.
     """
 
     images: ImageSet
@@ -45,14 +45,14 @@ class Pixels:
         return sound.nonzero().squeeze(1)
 
     def batch(self, numbers: Tensor) -> Tensor:
-        """The chosen images as uint8 [n, 3, side, side]."""
+        """Return the chosen images as uint8 [n, 3, side, side]."""
         return torch.from_numpy(self.array[numbers.numpy()]).permute(0, 3, 1, 2).contiguous()
 
 
 def load_pixels(
     images: ImageSet, side: int, *, folder: Path | None = None, max_broken: int = 100, progress: Count | None = None
 ) -> Pixels:
-    """The images of ``images`` resized to ``side``×``side``, from the cache or decoded now.
+    """Return images resized to ``side`` × ``side``, from the cache or decoded now.
 
     More than ``max_broken`` unreadable images are an error that names the first.
     """
@@ -73,7 +73,7 @@ def load_pixels(
 
 
 def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progress: Count | None) -> dict[int, str]:
-    """Fill the array; returns which images could not be read, and why."""
+    """Fill the array; return which images could not be read, and why."""
     side = array.shape[1]
     broken: dict[int, str] = {}
     for i, source in enumerate(images.sources):

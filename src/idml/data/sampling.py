@@ -1,4 +1,4 @@
-"""Which images make a batch. Every draw is a pure function of (purpose, seed, epoch, …): nothing is saved to resume."""
+"""Random numbers and batches. Each draw is a pure function of (purpose, seed, epoch, …): nothing is saved to resume."""
 
 import hashlib
 import operator
@@ -10,9 +10,9 @@ from idml.labels import LabelSets
 
 
 def random_stream(purpose: str, *numbers: int) -> torch.Generator:
-    """The CPU generator that belongs to a purpose and some numbers, such as (seed, epoch, step).
+    """Return the CPU generator of a purpose and some numbers, such as (seed, epoch, step).
 
-    Each purpose has its own stream, so that a further draw in one place moves no draw in another.
+    Each purpose has its own stream, so a new draw in one place changes no draw in another.
 
     >>> torch.rand(2, generator=random_stream("crop", 0, 3, 17))
     tensor([0.5036, 0.2974])
@@ -23,7 +23,7 @@ def random_stream(purpose: str, *numbers: int) -> torch.Generator:
 
 
 def random_batches(labels: Tensor, batch_size: int, *, seed: int, epoch: int) -> list[Tensor]:
-    """The image numbers of each batch of an epoch: a permutation, cut; an incomplete last batch is dropped.
+    """Return the image numbers of each batch of an epoch: a permutation, cut; an incomplete last batch is dropped.
 
     >>> [batch.tolist() for batch in random_batches(torch.tensor([0, 0, 1, 1, 2]), 2, seed=0, epoch=0)]
     [[3, 2], [4, 0]]
@@ -54,24 +54,16 @@ def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int) -> Te
     return noisy
 
 
-def lone_images(labels: Tensor) -> Tensor:
-    """The numbers of the images that are alone in their class: ``class_batches`` leaves them out."""
-    labels = LabelSets(labels).ids.squeeze(1).cpu()
-    classes, counts = torch.unique(labels, return_counts=True)
-    return torch.isin(labels, classes[counts == 1]).nonzero().flatten()
-
-
 def class_batches(labels: Tensor, batch_size: int, per_class: int, *, seed: int, epoch: int) -> list[Tensor]:
-    """The image numbers of each batch of an epoch: batch_size / m classes with m = ``per_class`` images each.
+    """Return the image numbers of each batch of an epoch: batch_size / m classes with m = ``per_class`` images each.
 
-    The shuffled images of a class are cut into ⌈n_c / m⌉ groups of m; the last group is filled up from the
-    beginning, so that an image occurs twice in a batch only if its class has fewer than m. Batches of distinct
-    classes are then drawn until too few groups are left for another one, classes with many groups left being
-    likelier. So an epoch misses fewer images than a batch holds, unless a class is so large that it would have to
-    be in more batches than the others can fill: of that one a random part is missed, another in each epoch.
+    The shuffled images of a class are cut into ⌈n_c / m⌉ groups of m. The last group is filled up from the beginning,
+    so an image occurs twice in a batch only if its class has fewer than m images. Then batches of distinct classes are
+    drawn until too few groups are left for another one; classes with many groups left are more likely. So an epoch
+    misses fewer images than a batch holds. The exception is a class so large that it would have to be in more batches
+    than the other classes can fill: each epoch misses another random part of it.
 
-    Images that are alone in their class are left out if m > 1, as paired with itself an image has nothing to teach;
-    ``lone_images`` finds them, to be counted aloud.
+    If m > 1, images that are alone in their class are left out: an image paired with itself teaches nothing.
     """
     labels = _checked(labels, batch_size)
     if per_class < 1 or batch_size % per_class:
@@ -111,7 +103,7 @@ def class_batches(labels: Tensor, batch_size: int, per_class: int, *, seed: int,
 
 
 def _groups_to_place(groups: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """How many groups of each class an epoch holds, and its number of batches B.
+    """Return how many groups of each class an epoch holds, and its number of batches B.
 
     B is the largest number with Σ min(groups, B) ≥ classes · B: exactly then B batches of distinct classes exist.
     The few groups beyond classes · B are dropped at random.
@@ -134,7 +126,7 @@ def _checked(labels: Tensor, batch_size: int) -> Tensor:
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or larger, got {batch_size}")
     if not len(labels):
-        raise ValueError("there are no images to make batches of")
+        raise ValueError("there are no images to make batches from")
     if len(labels) < batch_size:
         raise ValueError(f"a batch needs {batch_size} images, but there are {len(labels)}")
     return labels

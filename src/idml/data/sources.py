@@ -1,28 +1,24 @@
-"""A set of labelled images, and where each image's bytes are: a file, a member of a tar, a row of an array."""
+"""Where images come from: a file, a member of a tar, an array; and the folder or archive that holds them."""
 
 import hashlib
 import io
 import os
 import posixpath
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
 from idml.data.images import MIN_SIDE, decode_image
-from idml.embeddings import Index, as_rows
 
 
 class Source(Protocol):
-    """One image: a name that is stable across machines, and its pixels."""
+    """One image: its name, the same on every machine, and its pixels."""
 
     @property
     def name(self) -> str:
@@ -30,10 +26,10 @@ class Source(Protocol):
 
     @property
     def stamp(self) -> str:
-        """What changes when the image's bytes do: it tells a decoded copy from a stale one."""
+        """A text that changes when the image's bytes change: a cached copy with another stamp is out of date."""
 
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
-        """The image as RGB; ``ValueError`` or ``FileNotFoundError`` with its name if it cannot be read."""
+        """Decode the image as RGB; if it cannot be read, a ``ValueError`` or ``FileNotFoundError`` names it."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,11 @@ class FileSource:
 
     @property
     def stamp(self) -> str:
-        """Size and times of change."""
+        """Size, and times of the last change."""
         return _stamp(self.root / self.name)
 
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
-        """The image as RGB."""
+        """Decode the image as RGB."""
         return decode_image(self.root / self.name, self.name, min_side=min_side)
 
 
@@ -64,11 +60,11 @@ class TarSource:
 
     @property
     def stamp(self) -> str:
-        """Size and times of change of the archive, and the place in it."""
+        """Size of the archive, times of its last change, and the place in it."""
         return f"{_stamp(self.archive)}:{self.offset}:{self.size}"
 
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
-        """The image as RGB."""
+        """Decode the image as RGB."""
         try:
             with self.archive.open("rb") as file:
                 file.seek(self.offset)
@@ -91,66 +87,8 @@ class ArraySource:
         return hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8).hexdigest()
 
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
-        """The image as RGB."""
+        """Decode the image as RGB."""
         return Image.fromarray(self.pixels).convert("RGB")
-
-
-@dataclass(frozen=True, eq=False)
-class ImageSet:
-    """Images with one label each, 0 … number of classes − 1.
-
-    ``ambiguous`` marks, where a data set knows it, the images that have an identical twin in another class.
-    """
-
-    name: str
-    sources: Sequence[Source]
-    labels: Tensor
-    classes: tuple[str, ...]
-    ambiguous: Tensor | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if len(self.sources) != len(self.labels):
-            raise ValueError(f"{self.name}: {len(self.sources)} images but {len(self.labels)} labels")
-        if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
-            raise ValueError(f"{self.name}: labels must lie in 0 … {len(self.classes) - 1}")
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __getitem__(self, index: Index) -> "ImageSet":
-        """The chosen images; the classes stay as they are."""
-        numbers = torch.arange(len(self))[as_rows(index, len(self))]
-        ambiguous = None if self.ambiguous is None else self.ambiguous[numbers]
-        sources = [self.sources[i] for i in numbers.tolist()]
-        return ImageSet(self.name, sources, self.labels[numbers], self.classes, ambiguous)
-
-    def of_classes(self, classes: Sequence[int]) -> "ImageSet":
-        """The images of some classes, which are numbered anew in the given order."""
-        new = torch.full((len(self.classes),), -1)
-        new[torch.tensor(list(classes), dtype=torch.long)] = torch.arange(len(classes))
-        chosen = self[new[self.labels] >= 0]
-        names = tuple(self.classes[c] for c in classes)
-        return ImageSet(self.name, chosen.sources, new[chosen.labels], names, chosen.ambiguous)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A short hash of the names and labels: two sets with the same one hold the same images."""
-        digest = hashlib.sha256()
-        for source, label in zip(self.sources, self.labels.tolist(), strict=True):
-            digest.update(
-                f"{len(source.name)}:{source.name}\n{len(self.classes[label])}:{self.classes[label]}\n".encode(
-                    "utf-8", "surrogateescape"
-                )
-            )
-        return digest.hexdigest()[:16]
-
-    @cached_property
-    def version(self) -> str:
-        """A short hash of the fingerprint and every image's stamp: the key of whatever is made from the pixels."""
-        digest = hashlib.sha256(self.fingerprint.encode())
-        for source in self.sources:
-            digest.update(f"{source.stamp}\n".encode())
-        return digest.hexdigest()[:16]
 
 
 def _stamp(path: Path) -> str:
@@ -161,50 +99,32 @@ def _stamp(path: Path) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """What a SPEC names: images to train on, images of other classes to test on.
-
-    Where a data set has its own query and gallery images (In-Shop), ``test`` holds the queries and ``gallery`` the
-    images they are searched in, with the same classes; otherwise ``gallery`` is None and testing leaves one out.
-    ``notes`` are lines to show the user: what is missing, what was passed over.
-    """
-
-    name: str
-    train: ImageSet
-    test: ImageSet
-    gallery: ImageSet | None = None
-    notes: tuple[str, ...] = ()
-
-
-# -------------------- trees --------------------
-# A folder and an uncompressed tar behind one face: names of files, their bytes, and images as sources.
-
+# -------------------- folders and archives --------------------
 
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Files below a folder.
+    """The files in a folder and its sub-folders.
 
-    Links to files are followed. Links to folders are followed on the way to a file that a list names, and never when
-    looking for files: whether they loop, lead outside or show the same images again, they are counted and passed over.
+    Links to files are followed. Links to folders are followed on the way to a file that a list names. They are not
+    followed when looking for files, because they may loop, lead outside or repeat images; they are counted instead.
     """
 
     path: Path
 
     def below(self, prefix: str) -> "Folder":
-        """The tree of a sub-folder; its names start there."""
+        """Return the tree of a sub-folder; its names start there."""
         return Folder(self.path / prefix)
 
     def homes(self, marks: tuple[str, ...]) -> list[str]:
-        """The folders that hold one of the marks: this one, or those directly in it."""
+        """Return the folders that contain one of the files ``marks``: this one, or those directly in it."""
         folders = ["", *sorted(f"{name}/" for name in os.listdir(self.path) if not name.startswith("."))]
         return [home for home in folders if any(os.path.isfile(self.path / home / mark) for mark in marks)]
 
     def files(self) -> tuple[list[str], int]:
-        """The names of all files but hidden ones, and how many links to folders were passed over."""
+        """Return the names of all files except hidden ones, and how many links to folders were skipped."""
         names, links, open_folders = [], 0, [""]
         while open_folders:
             prefix = open_folders.pop()
@@ -221,48 +141,48 @@ class Folder:
         return names, links
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file; a name that leads out of the folder is none."""
+        """Return whether there is such a file inside the folder."""
         inside = not name.startswith("/") and ".." not in name.split("/")
         return inside and os.path.isfile(self.path / name)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         if not self.has(name):
             raise FileNotFoundError(f"there is no {name!r} in {str(self.path)!r}")
         return (self.path / name).read_bytes()
 
     def source(self, name: str) -> Source:
-        """The image of that name."""
+        """Return the image of that name."""
         return FileSource(self.path, name)
 
 
 @dataclass(frozen=True)
 class Tar:
-    """Members of an uncompressed tar: name → where its bytes start and how many they are."""
+    """The members of an uncompressed tar: name → where its bytes start, and how many there are."""
 
     path: Path
     members: Mapping[str, tuple[int, int]]
 
     def below(self, prefix: str) -> "Tar":
-        """The tree of a sub-folder; its names start there."""
+        """Return the tree of a sub-folder; its names start there."""
         inside = {name.removeprefix(prefix): place for name, place in self.members.items() if name.startswith(prefix)}
         return Tar(self.path, inside)
 
     def homes(self, marks: tuple[str, ...]) -> list[str]:
-        """The folders that hold one of the marks, if several then the ones of least depth."""
+        """Return the folders that contain one of the files ``marks``; of several, those of least depth."""
         found = {name.removesuffix(m) for m in marks for name in self.members if f"/{name}".endswith(f"/{m}")}
         return sorted(home for home in found if home.count("/") == min(other.count("/") for other in found))
 
     def files(self) -> tuple[list[str], int]:
-        """The names of all files but hidden ones, and how many links to folders were passed over (none)."""
+        """Return the names of all files except hidden ones, and how many links to folders were skipped (none)."""
         return [name for name in self.members if not f"/{name}".count("/.")], 0
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether there is such a file."""
         return name in self.members
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         if name not in self.members:
             raise FileNotFoundError(f"there is no {name!r} in {str(self.path)!r}")
         offset, size = self.members[name]
@@ -271,7 +191,7 @@ class Tar:
             return file.read(size)
 
     def source(self, name: str) -> Source:
-        """The image of that name."""
+        """Return the image of that name."""
         return TarSource(self.path, name, *self.members[name])
 
 
@@ -279,7 +199,7 @@ Tree = Folder | Tar
 
 
 def open_tree(path: Path) -> Tree:
-    """The files of a folder or of an uncompressed tar, whose members are found once and read in place."""
+    """Open a folder or an uncompressed tar; a tar's members are listed once and read in place."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no {str(path)!r}")
     if os.path.isdir(path):
@@ -294,7 +214,7 @@ def open_tree(path: Path) -> Tree:
         file.seek(0)
         try:
             members = _members(file)
-        except Exception as error:  # damaged headers raise whatever they like
+        except Exception as error:  # a damaged header can raise any exception
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"cannot read {str(path)!r} as a tar: {reason}") from None
     return Tar(path, members)
@@ -304,7 +224,7 @@ def _members(file: io.BufferedReader) -> dict[str, tuple[int, int]]:
     members: dict[str, tuple[int, int]] = {}
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
-            if member.size < 0:  # would send the reader back, for ever
+            if member.size < 0:  # would send the reader back without end
                 raise ValueError(f"damaged header at byte {member.offset:,}")
             name = _plain(member.name)
             if member.islnk() and _plain(member.linkname) in members:  # how tar stores a file's second name

@@ -13,10 +13,9 @@ import yaml
 from torch import Tensor
 
 from idml.data.augment import GRADED, MIXED, View, other_class
-from idml.data.datasets import load_dataset
+from idml.data.datasets import Dataset, ImageSet, load_dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
-from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
 from idml.errors import unknown_name
 from idml.evaluation.knn import nearest

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from idml.data.augment import MIXED, View
+from idml.data.datasets import Dataset, ImageSet
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
-from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
 from idml.evaluation.retrieval import ClassSums, class_sums, cluster_rows, normalized_mutual_information
 from idml.evaluation.uncertainty import auroc, auroc_between, evaluate_uncertainty

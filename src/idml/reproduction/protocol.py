@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from idml.data.datasets import load_dataset
-from idml.data.sources import Dataset
+from idml.data.datasets import Dataset, load_dataset
 from idml.progress import Note, Progress
 from idml.reproduction.arms import Arm
 from idml.reproduction.grid import Cell

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from idml.data.datasets import hold_out
+from idml.data.datasets import ImageSet, hold_out
 from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import class_batches
-from idml.data.sources import ImageSet
 from idml.embeddings import Embeddings
 from idml.files import write_atomic
 from idml.losses import build_loss

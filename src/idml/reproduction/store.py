@@ -18,7 +18,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from idml.data.sources import Dataset
+from idml.data.datasets import Dataset
 from idml.embeddings import Embeddings
 from idml.files import lock_file, write_atomic
 from idml.progress import Note, Progress, silent

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from idml.data.images import as_tested
+from idml.data.images import crop_for_test
 from idml.embeddings import Embeddings
 from idml.files import cache_folder, lock_file
 from idml.model.model import (
@@ -69,7 +69,7 @@ def prepare_image(image: Image.Image, size: int, *, grey: bool = False) -> Tenso
     """
     if image.mode != "RGB":
         raise ValueError(f"images must be RGB, as decode_image returns them; this one is {image.mode}")
-    return as_tested(image, size, grey=grey)
+    return crop_for_test(image, size, grey=grey)
 
 
 # -------------------- torch --------------------

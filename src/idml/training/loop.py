@@ -17,11 +17,10 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from idml.data.datasets import hold_out, load_dataset
+from idml.data.datasets import Dataset, ImageSet, hold_out, load_dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sampling import random_stream
-from idml.data.sources import Dataset, ImageSet
 from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
 from idml.files import write_atomic

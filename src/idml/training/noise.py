@@ -4,9 +4,8 @@ import dataclasses
 
 from torch import Tensor
 
-from idml.data.datasets import hold_out, load_dataset
+from idml.data.datasets import Dataset, ImageSet, hold_out, load_dataset
 from idml.data.sampling import noisy_labels
-from idml.data.sources import Dataset, ImageSet
 from idml.training.config import TrainConfig
 
 

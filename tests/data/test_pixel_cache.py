@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from idml.data.datasets import ImageSet
 from idml.data.pixel_cache import load_pixels
-from idml.data.sources import FileSource, ImageSet
+from idml.data.sources import FileSource
 
 
 @pytest.fixture
@@ -77,7 +78,8 @@ BUILD = """
 import sys, time, torch
 from pathlib import Path
 from idml.data.pixel_cache import load_pixels
-from idml.data.sources import FileSource, ImageSet
+from idml.data.datasets import ImageSet
+from idml.data.sources import FileSource
 root, cache = Path(sys.argv[1]), Path(sys.argv[2])
 names = [f"{i}.png" for i in range(12)]
 images = ImageSet("photos", [FileSource(root, n) for n in names], torch.arange(12) % 3, ("a", "b", "c"))

@@ -2,21 +2,19 @@
 
 import io
 import os
-import sys
 import tarfile
 import time
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from idml.data import datasets, layouts
 from idml.data import datasets as catalogue
-from idml.data import layouts
-from idml.data.datasets import load_dataset
-from idml.data.sources import ArraySource, Dataset, ImageSet
+from idml.data.datasets import Dataset, ImageSet, load_dataset
+from idml.data.sources import ArraySource
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -164,9 +162,7 @@ def test_all_glyphs_train_and_test(monkeypatch):
         )
         for name in ("train", "test")
     ]
-    module = ModuleType("idml.data.glyphs")
-    module.load_glyphs = lambda: Dataset("glyphs", *halves, notes=("a note",))
-    monkeypatch.setitem(sys.modules, "idml.data.glyphs", module)
+    monkeypatch.setattr(datasets, "load_glyphs", lambda: Dataset("glyphs", *halves, notes=("a note",)))
     both = load_dataset("glyphs", split="all")
     assert both.train is both.test
     assert both.train.labels.tolist() == [0, 1, 1, 2, 3, 3]
@@ -175,10 +171,8 @@ def test_all_glyphs_train_and_test(monkeypatch):
     assert both.notes == ("a note",)
 
 
-def test_glyphs_are_handed_on(monkeypatch):
-    module = ModuleType("idml.data.glyphs")
-    module.load_glyphs = lambda: "the glyphs"
-    monkeypatch.setitem(sys.modules, "idml.data.glyphs", module)
+def test_glyphs_are_loaded_by_name(monkeypatch):
+    monkeypatch.setattr(datasets, "load_glyphs", lambda: "the glyphs")
     assert load_dataset("glyphs") == "the glyphs"
     refused("glyphs", "official", split="0.8")
 
@@ -289,7 +283,7 @@ def test_folder_takes_images_of_any_depth_and_passes_over_the_rest(tmp_path, tar
     assert names(data.test) == [f"dog\nold/{name}" for name in ("1.webp", "2.gif", "3.bmp", "4.tif", "ü b.TIFF")]
     assert [source.decode().getpixel((0, 0))[0] for source in data.train.sources] == [1, 2, 3]
     assert data.test.sources[-1].decode().getpixel((0, 0))[0] == 7
-    assert data.notes == ("folder: 1 image in no sub-folder passed over",)
+    assert data.notes == ("folder: 1 image in no sub-folder left out",)
 
 
 def test_an_outer_folder_of_a_tar_is_looked_through_only_if_it_holds_classes(tmp_path):
