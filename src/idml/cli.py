@@ -50,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     reproducing.add_argument(
         "what",
         metavar="WHAT",
-        help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, noise, beta, "
-        "proxies, introspection, settings, fit, found, finetune; first, uncertainty, guarantee, audit; results (the "
-        "page of all)",
+        help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, proxies, "
+        "teach-u, fit, margins, finetune; uncertainty, guarantee, audit; noise, beta, settings, found (shown only); "
+        "results (the page of all); collect (merge finished runs into the stored results)",
     )
     reproducing.add_argument(
         "--scale", metavar="WORD", default="laptop", help="laptop (default), or paper: ResNet-50 on GPUs"
@@ -140,7 +140,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _reproduce(options: argparse.Namespace) -> int:
     from idml.progress import Display
-    from idml.reproduction.command import reproduce
+    from idml.reproduction.reproduce import reproduce
     from idml.training.loop import Interrupted
 
     try:

@@ -1,15 +1,15 @@
-"""Small pictures, and a regime whose runs take a second."""
+"""Small images, and a regime whose runs take a second."""
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from idml.reproduction import regimes
-from idml.reproduction.regimes import Regime, Speed
+from idml.reproduction.regimes import UNTAUGHT_U, Regime, Speed
 
 SMALL = {
     "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8, "epochs": 1, "batch_size": 8,
-    "per_class": 2, "holdout": 0.34, "checkpoint_every": 1,
+    "per_class": 2, "holdout": 0.34, "checkpoint_every": 1, **UNTAUGHT_U,
 }  # fmt: skip
 
 

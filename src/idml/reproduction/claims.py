@@ -1,29 +1,169 @@
-"""The paper's claims, and the rule that decides each from stored runs.
+"""What the paper claims, its figures, and the rule that decides each claim from stored runs.
 
 A gain is *confirmed* if its 95 % interval lies above 0. It is *not confirmed* if the interval does not, and ends below
 half of the gain that the paper reports (below half a point where it reports none). Otherwise the table *cannot tell at
-this scale*. A gain that is claimed for the metric is not confirmed either if the metric was plain in disguise: a mean
-weight above 0.98. Unless a claim names its rival, a gain counts over the better of the raw features and the plain arm.
+this scale*. A gain that is claimed for the metric is also not confirmed if the mean weight is above 0.98, because such
+a metric is almost the plain one. Unless a claim names its rival, a gain counts over the better of the raw features and
+the plain arm.
+
+Intervals are over test classes and seeds together. A round draws as many test classes as there are and as many seeds as
+there are, both with replacement. A figure is then the mean over the drawn seeds of Σ w_c·sum_c / Σ w_c·queries_c, where
+w_c is how often class c was drawn. Two arms are compared on the same draws: the same classes, and seed by seed, because
+a seed gives both arms the same images in the same order.
 """
 
+import csv
+import math
 import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple, Protocol
 
-from idml.reproduction.compare import Runs, gain
-from idml.reproduction.grid import interval
-from idml.reproduction.paper import paper_gain
-from idml.reproduction.protocol import Course
+import torch
+from torch import Tensor
+
+from idml.evaluation.bootstrap import draw_classes, interval
+from idml.reproduction.runner import Course
 
 CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING = "confirmed", "not confirmed", "cannot tell at this scale", "missing"
-DISGUISE = 0.98  # a mean weight above this leaves the plain metric
-_WORTH = 0.5  # points: the smallest gain worth a name where the paper gives none
+SAME_AS_PLAIN = 0.98  # a mean weight above this: the metric is almost the plain one
+_WORTH = 0.5  # points: the smallest gain of interest where the paper gives none
+WORDS = (CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING)
+ROUNDS = 2000
+_SUMS = {"R@1": "hits", "MAP@R": "map@r"}
 Key = tuple[str, str]
+Runs = Mapping[int, Mapping[str, Any]]
+"""The runs of an arm by seed."""
+
+
+# -------------------- the paper's figures --------------------
+
+
+@cache
+def paper_numbers() -> dict[tuple[str, str, str], dict[str, float]]:
+    """Return the figures of the paper's tables (paper.csv) by data set, loss and arm, in per cent.
+
+    >>> paper_numbers()["cub", "proxy_anchor", "idml"]["R@1"]
+    70.7
+    """
+    text = files("idml.reproduction").joinpath("paper.csv").read_text()
+    numbers = {}
+    for row in csv.DictReader(text.splitlines()):
+        key = (row.pop("data"), row.pop("loss"), row.pop("arm"))
+        numbers[key] = {figure: float(value) for figure, value in row.items() if value}
+    return numbers
+
+
+def paper_figure(data: str, arm: Key, figure: str) -> float | None:
+    """Return one figure, or None if the paper does not have it.
+
+    >>> paper_figure("glyphs", ("proxy_anchor", "idml"), "R@1")
+    """
+    return paper_numbers().get((data, *arm), {}).get(figure)
+
+
+def paper_gain(data: str, arm: Key, over: Key) -> float | None:
+    """Return how much an arm is above another in R@1 in the paper, or None if the paper does not have both.
+
+    >>> round(paper_gain("cub", ("proxy_anchor", "idml"), ("proxy_anchor", "plain")), 1)
+    1.7
+    """
+    a, b = (paper_figure(data, key, "R@1") for key in (arm, over))
+    return None if a is None or b is None else a - b
+
+
+# -------------------- intervals --------------------
+
+
+class Estimate(NamedTuple):
+    """A mean in per cent (of differences: in points) and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def text(self, *, sign: bool = False) -> str:
+        """Format for a table: "+0.4 [−0.1, +0.9]"."""
+        form = "+.1f" if sign else ".1f"
+        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+def estimate(runs: Runs, figure: str = "R@1", *, tested: str = "euclidean") -> Estimate:
+    """Estimate a figure of an arm from its runs by seed."""
+    seeds = sorted(runs)
+    return _estimate(_resample([runs[s] for s in seeds], figure, tested))
+
+
+def gain(
+    runs: Runs, over: Runs, figure: str = "R@1", *, tested: str = "euclidean", over_tested: str = "euclidean"
+) -> Estimate:
+    """Estimate how much an arm is above another on their common seeds; raw features have none, and serve for all."""
+    if not runs or not over:
+        raise ValueError("there is nothing to compare")
+    seeds = sorted(runs.keys() & over.keys()) or sorted(runs)
+    fixed = next(iter(over.values()))
+    a = _resample([runs[s] for s in seeds], figure, tested)
+    b = _resample([over.get(s, fixed) for s in seeds], figure, over_tested)
+    return _estimate(a - b)
+
+
+def _resample(runs: list[Mapping[str, Any]], figure: str, tested: str) -> Tensor:
+    """The figure, in per cent: as it is, then in every round [1 + rounds]."""
+    stored = [run["introspective"]["classes"] if tested == "introspective" else run["classes"] for run in runs]
+    figures = [_figure_in_rounds(tuple(each[_SUMS[figure]]), tuple(each["queries"])) for each in stored]
+    drawn = _draws(len(runs), seed=1)
+    return 100 * (torch.stack(figures, dim=1) * drawn).sum(dim=1) / len(runs)
+
+
+@lru_cache(maxsize=1 << 12)  # tables share arms
+def _figure_in_rounds(sums: tuple[float, ...], queries: tuple[float, ...]) -> Tensor:
+    drawn = _draws(len(sums), seed=0)
+    return (drawn @ torch.tensor(sums, dtype=torch.float64)) / _queries_in_rounds(queries)
+
+
+@lru_cache(maxsize=64)
+def _queries_in_rounds(queries: tuple[float, ...]) -> Tensor:
+    return (_draws(len(queries), seed=0) @ torch.tensor(queries, dtype=torch.float64)).clamp_min(1)
+
+
+@cache
+def _draws(count: int, seed: int) -> Tensor:
+    """How often each of ``count`` things counts: once, then as drawn in every round [1 + rounds, count]."""
+    drawn = draw_classes(torch.arange(count), rounds=ROUNDS, seed=seed).counts
+    return torch.cat([torch.ones(1, count), drawn]).double()
+
+
+def _estimate(values: Tensor) -> Estimate:
+    low, high = interval(values[1:]) or (float("nan"), float("nan"))
+    return Estimate(float(values[0]), low, high)
+
+
+def student_interval(values: list[float]) -> tuple[float, float]:
+    """Return the mean and half the width of its 95 % interval by Student's t; NaN for the width of one value."""
+    from scipy.stats import t
+
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return mean, math.nan
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
+    return mean, float(t.ppf(0.975, n - 1)) * deviation / math.sqrt(n)
+
+
+def interval_text(values: list[float], digits: int, *, sign: bool = False) -> str:
+    """Format mean ± half the 95 % interval."""
+    mean, half = student_interval(values)
+    return f"{mean:{'+' if sign else ''}.{digits}f}" + (f" ± {half:.{digits}f}" if half == half else "")
+
+
+# -------------------- verdicts --------------------
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim, and why."""
+    """The verdict on a claim, and its reason."""
 
     word: str
     reason: str
@@ -38,11 +178,11 @@ class Found:
     raw: dict[str, Any] | None
 
     def runs(self, key: Key) -> Runs:
-        """The runs of an arm by seed."""
+        """Return the runs of an arm by seed."""
         return self.courses[key].runs if key in self.courses else {}
 
     def rival(self, key: Key, figure: str = "R@1") -> tuple[str, Runs] | None:
-        """The better of the raw features and of the arm's plain one, by their mean; None while one is missing."""
+        """Return the better of the raw features and the arm's plain one, by mean; None while one is missing."""
         plain = self.runs((key[0], self.courses[key].arm.against))
         if self.raw is None or not plain:
             return None
@@ -54,14 +194,18 @@ class Found:
 
 
 class Claim(Protocol):
-    """Something that the paper says and that stored runs can decide."""
+    """A statement that stored runs can decide."""
 
     @property
     def text(self) -> str:
         """The claim in one line."""
 
+    @property
+    def arm(self) -> Key:
+        """The arm that the claim is about."""
+
     def judge(self, found: Found) -> Verdict:
-        """What the runs say of it."""
+        """Decide the claim from the runs."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +221,7 @@ class Gain:
     """Whether it is a question of ours among the paper's claims."""
 
     def judge(self, found: Found) -> Verdict:
-        """By the interval of the paired difference in R@1."""
+        """Decide by the interval of the paired difference in R@1."""
         runs = found.runs(self.arm)
         rival = None
         if runs:
@@ -96,7 +240,7 @@ class Gain:
             word = CONFIRMED if change.high < worth else NOT_CONFIRMED if change.low > 0 else CANNOT_TELL
             return Verdict(word, reason)
         weight = mean_weight(runs)
-        if change.low > 0 and weight is not None and weight > DISGUISE and mean_weight(over) is None:
+        if change.low > 0 and weight is not None and weight > SAME_AS_PLAIN and mean_weight(over) is None:
             return Verdict(NOT_CONFIRMED, f"{reason}; but a mean weight of {weight:.3f} is plain in disguise")
         word = CONFIRMED if change.low > 0 else NOT_CONFIRMED if change.high < worth else CANNOT_TELL
         return Verdict(word, reason)
@@ -114,7 +258,7 @@ class MixedAbove:
     training: bool = False
 
     def judge(self, found: Found) -> Verdict:
-        """By the interval over the seeds."""
+        """Decide by the interval over the seeds."""
         runs = found.runs(self.arm).values()
         if not runs:
             return Verdict(MISSING, _why_missing(found, self.arm))
@@ -134,7 +278,7 @@ class ErrorsRanked:
     own: bool = True
 
     def judge(self, found: Found) -> Verdict:
-        """By the interval over the seeds, against what a loss-prediction head reaches from the same features."""
+        """Decide by the interval over the seeds, against what a loss-prediction head reaches from the same features."""
         runs = found.runs(self.arm).values()
         if not runs:
             return Verdict(MISSING, _why_missing(found, self.arm))
@@ -149,7 +293,7 @@ class LevelFalls:
     arm: Key
 
     def judge(self, found: Found) -> Verdict:
-        """By the interval of the relative fall over the seeds, of the kind that falls less."""
+        """Decide by the interval over the seeds of the relative fall, of the kind that falls less."""
         runs = found.runs(self.arm).values()
         if not runs:
             return Verdict(MISSING, _why_missing(found, self.arm))
@@ -161,13 +305,13 @@ class LevelFalls:
 
 
 def mean_weight(runs: Runs) -> float | None:
-    """The mean weight e^(−x) at the end of training, over the seeds; None without the metric."""
+    """Return the mean weight e^(−x) at the end of training, over the seeds; None without the metric."""
     weights = [float(run["weight"]) for run in runs.values() if "weight" in run]
     return statistics.mean(weights) if weights else None
 
 
 def _above(values: list[float], limit: float, what: str) -> Verdict:
-    mean, half = interval(values)
+    mean, half = student_interval(values)
     if len(values) < 2:
         return Verdict(CANNOT_TELL, f"{what} {mean:.2f}, one seed")
     reason = f"{what} {mean:.2f} ± {half:.2f}, {len(values)} seeds"
@@ -182,3 +326,20 @@ def _why_missing(found: Found, *keys: Key | None) -> str:
             course = found.courses.get(key)
             reasons.append(f"{key[1]}: {(course.refused if course else '') or 'not run yet'}")
     return "; ".join(reasons) or "raw features or plain: not run yet"
+
+
+# -------------------- verdicts as a table --------------------
+
+
+def count_verdicts(verdicts: Iterable[Verdict]) -> str:
+    """Say how many verdicts of each kind there are."""
+    words = [verdict.word for verdict in verdicts]
+    return ", ".join(f"{words.count(word)} {word}" for word in WORDS if word in words)
+
+
+def verdict_table(judged: list[tuple[str, str, Verdict]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of (claim, place, verdict): a row a claim, a column for each data set and regime."""
+    places = list(dict.fromkeys(place for _, place, _ in judged))
+    cells = {(text, place): f"{verdict.word}: {verdict.reason}" for text, place, verdict in judged}
+    texts = dict.fromkeys(text for text, *_ in judged)
+    return ["claim", *places], [[text, *(cells.get((text, place), "") for place in places)] for text in texts]
