@@ -41,8 +41,8 @@ def place(tmp_path_factory):
             trial.correct,
             labelled=kind,
             known=trial.known,
-            places=trial.places,
-            listed=(trial.distances, trial.same_class),
+            distances=trial.distances,
+            same_class=trial.same_class,
             profile=Profile.of(pool.gallery),
             model=fingerprint(folder / "run"),
         ).save(folder / "run" / name)

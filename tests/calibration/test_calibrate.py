@@ -13,8 +13,8 @@ from PIL import Image
 
 from idml import Embeddings
 from idml.calibration import open_set as room
-from idml.calibration.calibrate import FILES, calibrate_run, compare
-from idml.calibration.evidence import Profile, gather_evidence
+from idml.calibration.calibrate import FILES, calibrate_run, compare_scores
+from idml.calibration.evidence import Profile, build_evidence
 from idml.calibration.open_set import QueryPool, draw_unknown, load_unseen
 from idml.calibration.report import build_page
 from idml.calibration.risk_control import ERROR_RATES, upper_bound
@@ -23,6 +23,7 @@ from idml.data.augment import View
 from idml.data.datasets import Dataset, hold_out, load_dataset
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
+from idml.evaluation import nearest
 from idml.model import fingerprint, load_model, save_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train
@@ -38,7 +39,7 @@ CLASSES, EACH = 40, 8
 def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IDML_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("idml.calibration.calibrate.compare", partial(compare, rounds=100))
+        patch.setattr("idml.calibration.calibrate.compare_scores", partial(compare_scores, rounds=100))
         yield
 
 
@@ -93,14 +94,16 @@ def asked(embedded):
     unknown = draw_unknown(labels, 0.25, random_stream("unknown classes", 0))
     rows = (~torch.isin(labels, unknown)).nonzero().flatten()
     ids = {"query_ids": torch.arange(len(e)), "gallery_ids": rows}
-    evidence = gather_evidence(e, e[rows], labels[rows], listed=50, **ids)
-    correct = labels[rows][evidence.indices[:, 0]] == labels
+    indices, distances = nearest(e, 10, gallery=e[rows], **ids)
+    first = rows[indices[:, 0]]
+    evidence = build_evidence(e, distances, e.uncertainty[first], classes=labels[rows][indices])
+    correct = labels[first] == labels
     known = torch.tensor([any(j != i and labels[j] == labels[i] for j in rows.tolist()) for i in range(len(e))])
     return evidence, correct, known, rows
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_what_is_stored_equals_a_fit_by_hand(result, runs, embedded, asked, kind):
+def test_the_stored_calibration_equals_a_fit_by_hand(result, runs, embedded, asked, kind):
     e, labels = embedded
     evidence, correct, known, rows = asked
     stored = Calibration.load(runs / "idml" / FILES[kind], model=fingerprint(runs / "idml"))
@@ -122,7 +125,7 @@ def test_what_is_stored_equals_a_fit_by_hand(result, runs, embedded, asked, kind
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_promises_count_the_queries_that_fitted_nothing(result, runs, asked, kind):
+def test_promises_count_the_queries_that_were_not_fitted(result, runs, asked, kind):
     evidence, correct, known, _ = asked
     stored = Calibration.load(runs / "idml" / FILES[kind])
     held, used = split_queries(len(evidence))
@@ -142,14 +145,14 @@ def test_promises_count_the_queries_that_fitted_nothing(result, runs, asked, kin
     coverage = [c for _, c in result[kind]["curve"]]
     assert coverage == sorted(coverage)
     novel = (stored.novelty(evidence)[held] <= 0.1) & (stored.probability(evidence)[held] < 0.5)
-    told = result[kind]["novelty"]
-    assert told["told"]["0.1"] == pytest.approx(float(novel[~known[held]].double().mean()))
-    assert told["sent_away"]["0.1"] <= 0.1
-    assert told["unknown"] == int((~known[held]).sum())
+    novelty = result[kind]["novelty"]
+    assert novelty["recognised"]["0.1"] == pytest.approx(float(novel[~known[held]].double().mean()))
+    assert novelty["rejected"]["0.1"] <= 0.1
+    assert novelty["unknown"] == int((~known[held]).sum())
     assert sum(b["count"] for b in result[kind]["bins"]) == len(held) == result[kind]["counted"]
 
 
-def test_every_score_stands_in_the_report(result):
+def test_the_report_holds_every_score(result):
     text = Path(result["report"]).read_text()
     assert Path(result["report"]).name == "calibration.html"
     for kind in FILES:
@@ -160,7 +163,7 @@ def test_every_score_stands_in_the_report(result):
             assert re.search(rf"<td[^>]*>{re.escape(name)}</td>", text)
     for words in ("What is promised, and what is not", "with labels", "without labels", "Expected calibration error"):
         assert words in text
-    assert f"no more than about {result['unknown_share']:.0%} of them of classes that are not in the gallery" in text
+    assert f"about {result['unknown_share']:.0%} of them or fewer are of classes that are not in the gallery" in text
     for line in result["words"]:
         assert line.strip().replace("'", "&#x27;") in text
     assert len(re.findall(r"<svg role='img' aria-label='[^']+reliability[^']+'", text)) == 2
@@ -169,13 +172,13 @@ def test_every_score_stands_in_the_report(result):
     json.dumps(result, allow_nan=False)
 
 
-def test_markup_in_names_is_text(result):
+def test_markup_in_names_is_escaped(result):
     page = build_page({**result, "data": "<b>data</b>", "notes": ["<script>x</script>"], "method": "'<i>"}).decode()
     assert "&lt;b&gt;data" in page
     assert not re.search("<b>|<script|<i>", page)
 
 
-def test_the_same_seed_gives_the_same_files_and_another_one_others(result, runs, spec, tmp_path):
+def test_the_seed_decides_the_files(result, runs, spec, tmp_path):
     kept = (runs / "idml" / "calibration.json").read_bytes()
     run = tmp_path / "run"
     shutil.copytree(runs / "idml", run)
@@ -195,7 +198,7 @@ def test_the_same_seed_gives_the_same_files_and_another_one_others(result, runs,
     assert (run / "calibration.json").read_bytes() != kept
 
 
-def test_a_run_on_all_classes_is_calibrated_on_those_it_held_out(runs, spec):
+def test_a_run_on_all_classes_is_calibrated_on_the_held_out_ones(runs, spec):
     notes = []
     found = calibrate_run(runs / "all", spec, note=notes.append)
     held_out = hold_out(load_dataset(spec, split="all").train, 0.25)[1]
@@ -215,20 +218,20 @@ def test_a_run_on_all_classes_is_calibrated_on_those_it_held_out(runs, spec):
         ({"split": "official", "holdout": 0.1}, "all", [4, 14, *range(20, 40)]),
     ],
 )
-def test_no_class_that_the_run_learned_from_is_used(spec, trained, split, left):
+def test_no_class_of_the_training_is_used(spec, trained, split, left):
     dataset, _ = load_unseen(spec, split, {"data": spec, **trained})
     names = {dataset.test.classes[label] for label in dataset.test.labels.tolist()}
     assert names == {f"class {number:02d}" for number in left}
     assert {source.name.split("/")[0] for source in dataset.test.sources} == names
 
 
-def test_other_data_is_taken_on_trust_aloud(runs, spec, pictures, tmp_path):
+def test_a_note_says_if_the_training_data_cannot_be_checked(runs, spec, pictures, tmp_path):
     shutil.copytree(pictures, tmp_path / "copy")
     dataset, split = load_unseen(f"folder:{tmp_path / 'copy'}", "all", {"data": spec, "split": "all", "holdout": 0.0})
     assert len(dataset.test.classes) == CLASSES
     assert split == "all"
     assert any(
-        "was trained on folder: that it has not seen the classes of folder is taken on trust" in x
+        "was trained on folder: it is assumed, not checked, that it has not seen the classes of folder" in x
         for x in dataset.notes
     )
     nothing_said, _ = load_unseen(spec, None, {})
@@ -237,7 +240,7 @@ def test_other_data_is_taken_on_trust_aloud(runs, spec, pictures, tmp_path):
     assert len(load_unseen(relative, None, {"data": spec, "split": "0.75", "holdout": 0.0})[0].test.classes) == 10
 
 
-def test_a_gallery_of_its_own(runs, spec, monkeypatch, tmp_path):
+def test_a_data_set_with_its_own_gallery(runs, spec, monkeypatch, tmp_path):
     data = load_dataset(spec)
     even = torch.arange(len(data.test)) % 2 == 0
     shop = Dataset("shop", data.train, data.test[even], data.test[~even])
@@ -257,7 +260,7 @@ def test_a_gallery_of_its_own(runs, spec, monkeypatch, tmp_path):
     assert found["unknown_queries"] == int((~torch.isin(shop.test.labels, shop.gallery.labels[rows])).sum())
 
 
-def test_a_gaussian_model_goes_by_the_length_of_sigma(runs, spec):
+def test_the_score_of_a_gaussian_model_is_the_length_of_sigma(runs, spec):
     found = calibrate_run(runs / "pel", spec)
     assert found["score"] == "‖σ‖"
     assert any("‖σ‖ alone" in line for line in found["words"])
@@ -272,19 +275,25 @@ def test_a_gaussian_model_goes_by_the_length_of_sigma(runs, spec):
         ("other size", {}, "the model needs"),
         ("pickle", {}, "is a pickle"),
         ("bad options", {}, "is not a YAML file"),
-        ("bad holdout", {}, "says holdout: 'much', which is no share"),
+        ("bad holdout", {}, "says holdout: 'much'; it must be a number"),
         ("everything learned", {}, "the run was trained on every class of folder:"),
         ("infinite", {}, "hold NaN or infinity"),
         (None, {"data": "folder:nowhere"}, "nowhere"),
         (None, {"data": "folder:few", "split": "all"}, "needs 5 classes of two images or more and 50 images"),
-        (None, {"data": "folder:few", "split": "all"}, "and here are 3 and 24; another --split, or other images"),
+        (
+            None,
+            {"data": "folder:few", "split": "all"},
+            "there are 3 classes and 24 images: try another --split, or other images",
+        ),
         (None, {"split": "2"}, "the split is"),
         (None, {"unknown": 1.0}, "the share of unknown queries must be at least 0 and below 1, got 1.0"),
         (None, {"run": "run/model.safetensors"}, "is a file; name the run directory"),
         (None, {"run": "pretrained"}, "there is no model at pretrained"),
     ],
 )
-def test_a_mistake_is_one_line_and_stores_nothing(runs, spec, pictures, change, options, words, tmp_path, monkeypatch):
+def test_a_mistake_gives_one_line_and_stores_nothing(
+    runs, spec, pictures, change, options, words, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     run = Path("run")
     shutil.copytree(runs / "idml", run, ignore=shutil.ignore_patterns("calibration*"))
@@ -318,10 +327,10 @@ def test_a_mistake_is_one_line_and_stores_nothing(runs, spec, pictures, change, 
     assert not list(run.glob("calibration*"))
 
 
-def test_certain_embeddings_have_no_level(embedded):
+def test_a_model_without_uncertainty(embedded):
     """A model without u still gives evidence: ‖u‖ = 0 everywhere says nothing and breaks nothing."""
     e, labels = embedded
     trial = QueryPool(Embeddings.certain(e.semantic), labels).search(without=labels.unique()[:4])
     assert bool((trial.evidence.level == 0).all())
-    found = compare(trial, labelled=True, rounds=20)
+    found = compare_scores(trial, labelled=True, rounds=20)
     assert found["scores"]["level"]["r_auroc"] == 0.5

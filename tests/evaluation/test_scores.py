@@ -17,7 +17,7 @@ from idml.evaluation import (
     scores,
 )
 from idml.evaluation import knn as neighbours
-from idml.evaluation.scores import ensemble_disagreement, inverse_norm, random_norm, sigma
+from idml.evaluation.scores import inverse_norm, random_norm, sigma, vote_disagreement
 
 SEARCHED = GALLERY_AWARE[:-1]
 
@@ -179,15 +179,15 @@ def test_entropy_ties_for_equal_shares(near, random):
     shuffled = torch.tensor([random.sample(near, len(near))])
     renamed = (one + 5) * 3
     seen = torch.ones_like(one, dtype=torch.bool)
-    entropy = scores._entropy(one, seen)
-    assert torch.equal(entropy, scores._entropy(shuffled, seen))
-    assert torch.equal(entropy, scores._entropy(renamed, seen))
+    entropy = scores.label_entropy(one, seen)
+    assert torch.equal(entropy, scores.label_entropy(shuffled, seen))
+    assert torch.equal(entropy, scores.label_entropy(renamed, seen))
     assert 0 <= float(entropy) <= math.log(len(near)) + 1e-9
 
 
 def test_different_lists_of_equal_entropy_tie():
     near = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [0, 0, 1, 1, 2, 2, 3, 3]])  # 4·ln 4 = 4 · 2·ln 2
-    one, two = scores._entropy(near, torch.ones_like(near, dtype=torch.bool))
+    one, two = scores.label_entropy(near, torch.ones_like(near, dtype=torch.bool))
     assert one == two == pytest.approx(math.log(4))
 
 
@@ -251,34 +251,9 @@ def test_random_norm_is_seeded_and_keeps_lengths():
     assert random_norm(features.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_ensemble_equals_loops(apart):
-    members = [made(40, 4, seed=s)[0] for s in range(5)]
-    labels = made(40, 4)[1].tolist()
-    q, g = (slice(0, 15), slice(15, 40)) if apart else (slice(0, 40), slice(0, 40))
-    answers = []
-    for x in members:
-        distances = plain_distances(x[q], x[g])
-        order = [sorted((d, j) for j, d in enumerate(row) if apart or j != i) for i, row in enumerate(distances)]
-        answers.append([labels[g][row[0][1]] for row in order])
-    wanted = [1 - max(Counter(votes).values()) / 5 for votes in zip(*answers, strict=True)]
+def test_vote_disagreement_is_that_of_explicit_loops():
+    votes = torch.randint(4, (5, 40), generator=torch.Generator().manual_seed(0))
+    wanted = [1 - max(Counter(row).values()) / 5 for row in votes.T.tolist()]
     assert len(set(wanted)) > 1
-    galleries = [x[g] for x in members] if apart else None
-    names = [f"class {y}" for y in labels[g]]
-    assert ensemble_disagreement([x[q] for x in members], names, galleries=galleries).tolist() == pytest.approx(wanted)
-    assert ensemble_disagreement(members[:1] * 3, labels).tolist() == [0.0] * 40
-
-
-@pytest.mark.parametrize(
-    ("members", "labels", "galleries", "words"),
-    [
-        ([], Y, None, "one set of queries for each model"),
-        ([X, X], Y, [X], "as many galleries"),
-        ([X, X[:5]], Y, None, "one set of queries for each model"),
-        ([X], Y[:2], None, "2 labels for 6 images searched"),
-        ([X[:1]], Y[:1], None, "1 queries have no image to find"),
-    ],
-)
-def test_bad_ensembles_are_one_line(members, labels, galleries, words):
-    with pytest.raises(ValueError, match=words):
-        ensemble_disagreement(members, labels, galleries=galleries)
+    assert vote_disagreement(votes).tolist() == pytest.approx(wanted)
+    assert vote_disagreement(votes[:1].expand(3, 40)).tolist() == [0.0] * 40

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import binom
 
 from idml import Embeddings
-from idml.calibration.calibrate import compare
+from idml.calibration.calibrate import compare_scores
 from idml.calibration.open_set import QueryPool, draw_unknown
 from idml.calibration.stored import Calibration
 from idml.data.sampling import random_stream
@@ -95,7 +95,7 @@ def measured(pool):
     rows = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guarantee_study, "COMPARED", 3)
-        patch.setattr(guarantee_study, "compare", partial(compare, rounds=50))
+        patch.setattr(guarantee_study, "compare_scores", partial(compare_scores, rounds=50))
         found = {}
         for share in (0.0, 0.5):
             facts = {"unknown": share, "rounds": ROUNDS, "seed": 0}
@@ -151,7 +151,7 @@ def test_tables(measured):
 
 def test_a_stopped_study_goes_on_after_the_shares_that_are_measured(patterns, small, tmp_path, monkeypatch):
     monkeypatch.setattr(guarantee_study, "ROUNDS", 2)
-    monkeypatch.setattr(guarantee_study, "compare", partial(compare, rounds=20))
+    monkeypatch.setattr(guarantee_study, "compare_scores", partial(compare_scores, rounds=20))
     monkeypatch.setattr(guarantee_study, "COMPARED", 1)
     monkeypatch.setattr(guarantee_study, "SHARES", (0.0, 0.25))
     out = tmp_path / "out"

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from idml import Embeddings
-from idml.calibration.evidence import Profile, first_right, gather_evidence
+from idml.calibration.evidence import Profile
+from idml.calibration.open_set import QueryPool
 from idml.calibration.stored import Calibration
 from idml.model import build_model, fingerprint, save_model
 from idml.search.engines import Item
@@ -75,21 +76,18 @@ def fit_calibrations(run, *, seed=0, gallery_classes=30, kinds=(True, False), **
     stored = (torch.arange(len(labels)) % 2 == 0) & (labels < gallery_classes)
     gallery, theirs = everything[stored], labels[stored]
     queries, own = everything[~stored], labels[~stored]
-    evidence = gather_evidence(queries, gallery, theirs, listed=20)
-    places, known = first_right(evidence.indices, own, theirs), own < gallery_classes
+    found = QueryPool(queries, own, gallery, theirs).search(listed=20)
     half = torch.rand(len(own), generator=torch.Generator().manual_seed(1)) < 0.7
-    distances = (queries.unit[:, None] - gallery.unit[evidence.indices]).norm(dim=2)
-    alike = theirs[evidence.indices] == own[:, None]
     options = {
-        "known": known[half],
-        "places": places[half],
-        "listed": (distances[half], alike[half]),
+        "known": found.known[half],
+        "distances": found.distances[half],
+        "same_class": found.same_class[half],
         "profile": Profile.of(gallery),
         "model": fingerprint(run),
         **changes,
     }
     for labelled, name in ((True, "calibration.json"), (False, "calibration-unlabelled.json")):
         if labelled in kinds:
-            made = Calibration.fit(evidence[half], places[half] == 1, labelled=labelled, **options)
+            made = Calibration.fit(found.evidence[half], found.correct[half], labelled=labelled, **options)
             made.save(run / name)
     return gallery, theirs, queries[~half], own[~half]

@@ -7,7 +7,8 @@ import torch
 from scipy.stats import binom
 
 from idml import Embeddings
-from idml.calibration.evidence import Evidence, Profile, first_right, gather_evidence
+from idml.calibration.evidence import Evidence, Profile
+from idml.calibration.open_set import QueryPool
 from idml.calibration.stored import Calibration
 from idml.search.answers import Answer, RiskTargets, State, answer_queries
 
@@ -29,10 +30,11 @@ def shop():
     stored = (torch.arange(len(labels)) % 2 == 0) & (labels < 40)
     gallery, theirs = everything[stored], labels[stored]
     queries, own = everything[~stored], labels[~stored]
-    evidence = gather_evidence(queries, gallery, theirs)
-    places, known = first_right(evidence.indices, own, theirs), own < 40
+    found = QueryPool(queries, own, gallery, theirs).search()
+    evidence, known, same_class = found.evidence, found.known, found.same_class
+    places = torch.where(same_class.any(dim=1), same_class.int().argmax(dim=1) + 1, 0)  # of the first right result
     half = torch.rand(len(own), generator=torch.Generator().manual_seed(1)) < 0.5
-    options = {"known": known[half], "places": places[half], "profile": Profile.of(gallery), "model": "m"}
+    options = {"known": known[half], "same_class": same_class[half], "profile": Profile.of(gallery), "model": "m"}
     calibration = Calibration.fit(evidence[half], places[half] == 1, **options)
     blind = Calibration.fit(evidence[half], places[half] == 1, labelled=False, **options)
     return calibration, blind, evidence[~half], places[~half], known[~half]
@@ -147,10 +149,9 @@ def test_uncalibrated_answers_are_marked_and_careful(shop):
 def test_a_model_without_uncertainty(shop):
     everything, labels = made(20, 20, 0.8)
     bare = Embeddings.certain(everything.semantic)
-    ids = torch.arange(len(labels))
-    evidence = gather_evidence(bare, bare, labels, query_ids=ids, gallery_ids=ids)
-    calibration = Calibration.fit(evidence, first_right(evidence.indices, labels, labels) == 1)
-    assert all(a.reason != "blurred or ambiguous query" for a in answer_queries(evidence, calibration))
+    found = QueryPool(bare, labels).search()
+    calibration = Calibration.fit(found.evidence, found.correct)
+    assert all(a.reason != "blurred or ambiguous query" for a in answer_queries(found.evidence, calibration))
 
 
 def test_no_queries_and_bad_wishes(shop):

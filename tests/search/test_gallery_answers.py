@@ -12,7 +12,8 @@ from made_images import DIMENSIONS, as_items, cloud, encoded, picture
 
 import idml.search.results
 from idml import Embeddings
-from idml.calibration.evidence import Profile, gather_evidence
+from idml.calibration.evidence import Profile
+from idml.calibration.open_set import QueryPool
 from idml.search.answers import RiskTargets, State, answer_queries
 from idml.search.engines import Item
 from idml.search.gallery import Upload
@@ -52,6 +53,27 @@ def loops(queries, stored, labels):
     return out
 
 
+def calibration_evidence(queries, stored, labels):
+    """The evidence as a calibration builds it, for the same queries in the same gallery."""
+    own = torch.zeros(len(queries), dtype=torch.long)  # the evidence does not depend on the queries' classes
+    return QueryPool(queries, own, stored, labels).search().evidence
+
+
+@pytest.mark.parametrize("k", [1, 10, 17])
+def test_search_and_calibration_build_the_same_evidence(shop, monkeypatch, k):
+    gallery, stored, labels, queries, _ = shop
+    seen = []
+    record = lambda *a, **b: seen.append(a[0]) or answer_queries(*a, **b)  # noqa: E731
+    monkeypatch.setattr(idml.search.results, "answer_queries", record)
+    gallery.search_embeddings(queries, k)
+    (evidence,) = seen
+    expected = calibration_evidence(queries, stored, labels)
+    assert evidence.searched == expected.searched
+    assert set(evidence.scores) == set(expected.scores)
+    for name, score in expected.scores.items():
+        torch.testing.assert_close(evidence.scores[name], score, rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("k", [1, 3, 10, 17])
 def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
     """Whatever k is, the evidence is that of the 10 nearest, and nothing but the evidence makes the answer."""
@@ -69,7 +91,7 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
     assert set(evidence.scores) == set(scores)
     assert (calibration, targets) == (gallery.calibration, RiskTargets())
     assert options["profile"].size == len(stored)
-    expected = answer_queries(gather_evidence(queries, stored, labels), gallery.calibration)
+    expected = answer_queries(calibration_evidence(queries, stored, labels), gallery.calibration)
     items = as_items(labels.tolist())
     for n, reply in enumerate(replies):
         assert reply.answer.state == expected[n].state
@@ -92,7 +114,7 @@ def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
 
 
 def test_three_states_and_both_kinds_of_gallery(shop):
-    gallery, stored, _, queries, _ = shop
+    gallery, stored, labels, queries, _ = shop
     targets = RiskTargets(max_error=0.1)
     states = {reply.answer.state for reply in gallery.search_embeddings(queries, 5, targets)}
     assert states == set(State)
@@ -103,7 +125,7 @@ def test_three_states_and_both_kinds_of_gallery(shop):
     gallery.relabel({item.id: None})
     assert not gallery.calibration.labelled
     found = gallery.search_embeddings(queries, 5, targets)
-    expected = answer_queries(gather_evidence(queries, stored), gallery.calibration, targets)
+    expected = answer_queries(calibration_evidence(queries, stored, labels), gallery.calibration, targets)
     assert [r.answer.state for r in found] == [a.state for a in expected]
     assert [r.answer.probability for r in found] == pytest.approx([a.probability for a in expected], abs=1e-6)
     assert found[0].notes == ("1 of 600 images have no label: answered as a collection without labels",)
@@ -117,7 +139,7 @@ def test_result_sets_are_shown_whole(shop):
     twins = stored[:300]  # each a second time, with another id
     gallery.add_embedded(as_items(labels[:300].tolist(), first=1000), twins)
     targets = RiskTargets(max_missed=0.05)
-    evidence = gather_evidence(queries, Embeddings.cat([stored, twins]), torch.cat([labels, labels[:300]]))
+    evidence = calibration_evidence(queries, Embeddings.cat([stored, twins]), torch.cat([labels, labels[:300]]))
     sizes = [a.results for a in answer_queries(evidence, gallery.calibration, targets)]
     assert len(set(sizes)) > 2
     everyone = Embeddings.cat([stored, twins])
@@ -137,7 +159,7 @@ def test_without_calibration(gallery):
     assert gallery.calibration is None
     assert gallery.guarantees() == []
     for given_ in (queries, strange):
-        expected = answer_queries(gather_evidence(given_, stored, labels), profile=Profile.of(stored))
+        expected = answer_queries(calibration_evidence(given_, stored, labels), profile=Profile.of(stored))
         for reply, wanted in zip(gallery.search_embeddings(given_), expected, strict=True):
             assert replace(reply.answer, novelty=None) == replace(wanted, novelty=None)
             assert reply.answer.novelty == pytest.approx(wanted.novelty)
@@ -166,7 +188,7 @@ def test_tiny_galleries(gallery, shop):
     (reply,) = calibrated.search_embeddings(queries[0])
     assert len(reply.results) == 4
     assert reply.calibrated
-    expected = answer_queries(gather_evidence(queries[0], stored[:4], labels[:4]), calibrated.calibration)
+    expected = answer_queries(calibration_evidence(queries[0], stored[:4], labels[:4]), calibrated.calibration)
     assert reply.answer.probability == pytest.approx(expected[0].probability, abs=1e-6)
 
 

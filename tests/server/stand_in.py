@@ -83,7 +83,9 @@ class StandIn:
 
     def gallery(self) -> dict:
         labels = [item["label"] for item in self.items if item["label"] is not None]
-        reason = "cannot promise at most {} % wrong answers here: 100 calibration queries, and 384 are needed at best"
+        reason = (
+            "cannot promise at most {} % wrong answers here: there are 100 calibration queries, at least 384 are needed"
+        )
         promises = [
             {
                 "max_error": error,

@@ -180,7 +180,8 @@ class TestPromises:
         ask(page)
         page.get_by_label("Wrong matches I accept").fill("0")
         expect(page.locator("#promise")).to_have_text(
-            "Cannot promise that here: 100 calibration queries, and 384 are needed at best. Nothing is called a match."
+            "Cannot promise that here: there are 100 calibration queries, at least 384 are needed. "
+            "Nothing is called a match."
         )
         expect(verdict(page)).to_have_text("Unsure")
         assert service.requests("POST", "/api/search")[-1].query["max_error"] == "0.01"

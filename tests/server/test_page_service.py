@@ -16,7 +16,7 @@ from serving import LABELS, made_gallery, picture
 from stand_in import POLICY, StandIn
 
 from idml import Embeddings
-from idml.calibration.evidence import first_right, gather_evidence
+from idml.calibration.open_set import QueryPool
 from idml.calibration.stored import Calibration
 from idml.data.images import decode_image
 from idml.model import fingerprint
@@ -80,9 +80,8 @@ def calibrated_run(tiny_run, tmp_path_factory):
     places = noise.normal(size=(30, 16))[labels] + noise.normal(0, 0.8, size=(900, 16))
     e = Embeddings(torch.tensor(places).float(), torch.tensor(noise.normal(size=(900, 16))).float())
     stored = torch.arange(900) % 2 == 0
-    evidence = gather_evidence(e[~stored], e[stored], labels[stored])
-    right = first_right(evidence.indices, labels[~stored], labels[stored]) == 1
-    Calibration.fit(evidence, right, model=fingerprint(folder)).save(folder / "calibration.json")
+    found = QueryPool(e[~stored], labels[~stored], e[stored], labels[stored]).search()
+    Calibration.fit(found.evidence, found.correct, model=fingerprint(folder)).save(folder / "calibration.json")
     return folder
 
 
@@ -127,7 +126,7 @@ def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expec
 def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, serve, visit, expect):
     with made_gallery(tmp_path / "gallery", calibrated_run, items=40) as gallery:
         promises = gallery.guarantees()
-        assert {promise.kept for promise in promises} == {True, False}
+        assert {promise.possible for promise in promises} == {True, False}
         page = visit(serve(gallery))
         slider = page.get_by_label("Wrong matches I accept")
         ask(page, upload(3))
@@ -135,7 +134,7 @@ def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, ser
             slider.fill(str(i))
             rested(page)
             expect(page.locator("#wished")).to_have_text(f"at most {100 * promise.max_error:g} %")
-            if promise.kept:
+            if promise.possible:
                 words = f"Promised, with {RiskTargets().confidence:.0%} confidence, where".replace("%", " %")
                 expect(page.locator("#promise")).to_contain_text(words)
                 share = 100 * promise.coverage

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from serving import LABELS, client_of, identity, picture, said, search
 
-from idml.calibration.risk_control import Counts
+from idml.calibration.risk_control import ThresholdCounts
 from idml.data.images import decode_image
 from idml.search.answers import RiskTargets
 from idml.search.gallery import Gallery
@@ -64,7 +64,7 @@ def test_wishes_reach_the_gallery_and_its_answer_the_client(client, gallery, mon
 
 def test_promises_say_what_they_are_for(client, gallery, monkeypatch):
     """The confidence, and how many of the queries may be unknown."""
-    counts = Counts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
+    counts = ThresholdCounts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
     monkeypatch.setattr(gallery, "guarantees", lambda: [counts.find_guarantee(error, 0.9) for error in (0.01, 0.05)])
     status = replace(gallery.status(), calibrated=True, unknown_share=0.25)
     monkeypatch.setattr(gallery, "status", lambda: status)

@@ -3,10 +3,11 @@
     doubt  x = b + Σ w_j·(f_j − mean_j)/deviation_j          logistic regression on "wrong"
     P        = c·σ(−x) + (1 − c)·g(x)                        g: isotonic regression of "right" on x
 
-w minimises the mean log loss + λ/2·‖w‖². The candidates are every single score, the mix of all, and the mix without u
-(‖u‖ and β). The one with the largest cross-validated R-AUROC is taken; if others come within 0.01 of it, the mean of
-their x, for a choice among equals would go by chance. P falls strictly with x, so the order of a score alone is kept.
-λ and c are chosen by cross-validated log loss. Folds are made of whole groups (classes), if they are given.
+w minimises the mean log loss + λ/2·‖w‖². The candidates are every single score, the mix of all scores, and the mix
+without u (‖u‖ and β). The candidate with the largest cross-validated R-AUROC is chosen. If others come within 0.01 of
+it, x is the mean over all of them, because a choice among equals would depend on chance. P falls strictly with x, so a
+single score keeps its order. λ and c are chosen by cross-validated log loss. If groups (classes) are given, no group is
+divided between folds.
 """
 
 import math
@@ -23,14 +24,16 @@ from idml.evaluation.uncertainty import auroc
 _FOLDS = 5
 _PENALTIES = (1e-4, 1e-2, 1e-1)
 _BLENDS = (1.0, 0.5, 0.1)
-_FAR = 10.0  # deviations beyond which a score says no more
-_SLOPE = 1e-3  # the least for a score alone: its order is kept where the fit sees none
-_EQUAL = 0.01  # of R-AUROC: candidates that are no farther below the best one have a say, too
+P_RIGHT, MIX, MIX_WITHOUT_U = "P(right)", "mix", "mix without u"  # their names in tables
+
+_FAR = 10.0  # scores are clipped at this many deviations
+_SLOPE = 1e-3  # the smallest weight of a single score: it keeps its order even if the fit finds no effect
+_EQUAL = 0.01  # of R-AUROC: candidates within this distance of the best one are averaged with it
 
 
 @dataclass(frozen=True)
-class Figure:
-    """How well a candidate tells wrong answers, by cross-validation; None where no fold held right and wrong ones."""
+class ScoreQuality:
+    """How well a candidate ranks wrong answers, by cross-validation; None if no fold had right and wrong answers."""
 
     name: str
     r_auroc: float | None
@@ -39,7 +42,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class ConfidenceModel:
-    """P(right), see the head of this file. ``table`` has the figures of all candidates, ``name`` the ones taken."""
+    """The model of P(right), see the head of this file.
+
+    ``name`` says which candidates were chosen, ``candidates`` has the figures of all of them.
+    """
 
     name: str
     features: tuple[str, ...]
@@ -50,7 +56,7 @@ class ConfidenceModel:
     blend: float
     knots: tuple[float, ...]
     shares: tuple[float, ...]
-    table: tuple[Figure, ...]
+    candidates: tuple[ScoreQuality, ...]
 
     def __post_init__(self) -> None:
         widths = {len(x) for x in (self.features, self.mean, self.deviation, self.weights)}
@@ -58,10 +64,10 @@ class ConfidenceModel:
             raise ValueError("the parts of the model of P(right) do not fit together")
 
     def doubt(self, evidence: Evidence) -> Tensor:
-        """x [n] in float64."""
+        """The doubt x of each query [n] in float64."""
         kept = (self.mean, self.deviation, self.weights)
         mean, deviation, weights = (torch.tensor(t, dtype=torch.float64) for t in kept)
-        z = (_matrix(evidence, self.features) - mean) / deviation
+        z = (score_matrix(evidence, self.features) - mean) / deviation
         return self.bias + z.clamp(-_FAR, _FAR) @ weights
 
     def probability(self, evidence: Evidence) -> Tensor:
@@ -72,7 +78,7 @@ class ConfidenceModel:
     def fit(
         cls, evidence: Evidence, correct: Tensor, *, labelled: bool = True, groups: Tensor | None = None, seed: int = 0
     ) -> "ConfidenceModel":
-        """Choose and fit; ``labelled=False`` uses only what a gallery without labels tells.
+        """Choose the candidates and fit them; ``labelled=False`` uses only the scores of a gallery without labels.
 
         >>> near = torch.linspace(0, 1, 200)
         >>> noise = torch.rand(200, generator=torch.Generator().manual_seed(0))
@@ -83,44 +89,44 @@ class ConfidenceModel:
         """
         names = tuple(name for name in (*WITHOUT_LABELS, *WITH_LABELS) if name in evidence.scores)
         names = names if labelled else tuple(name for name in names if name in WITHOUT_LABELS)
-        x, wrong = _matrix(evidence, names), (~correct).double()
+        x, wrong = score_matrix(evidence, names), (~correct).double()
         if len(x) == 0:
             raise ValueError("there are no queries to fit P(right) to")
         mean, deviation = x.mean(dim=0), x.std(dim=0, correction=0)
-        deviation[deviation <= 1e-9 * mean.abs().clamp_min(1e-9)] = 1.0  # a constant says nothing
+        deviation[deviation <= 1e-9 * mean.abs().clamp_min(1e-9)] = 1.0  # a constant score has no effect
         z = ((x - mean) / deviation).clamp(-_FAR, _FAR)
-        folds = _folds(len(z), groups, seed)
-        mixes = {"mix": names, "mix without u": tuple(n for n in names if n not in ("level", "pair"))}
+        folds = assign_folds(len(z), groups, seed)
+        mixes = {MIX: names, MIX_WITHOUT_U: tuple(n for n in names if n not in ("level", "pair"))}
         penalty: dict[str, float] = {}
         guesses = {name: z[:, i] for i, name in enumerate(names)}
         for mix, used in mixes.items():
             columns = z[:, [names.index(n) for n in used]]
-            tried = [(_log_loss(g := _out_of_fold(columns, wrong, folds, p), wrong), p, g) for p in _PENALTIES]
+            tried = [(_log_loss(g := predict_out_of_fold(columns, wrong, folds, p), wrong), p, g) for p in _PENALTIES]
             _, penalty[mix], guesses[mix] = min(tried, key=lambda t: (t[0], t[1]))
-        table = tuple(_figure(name, guess, correct, folds) for name, guess in guesses.items())
-        taken = _taken(table)
+        candidates = tuple(_measure_quality(name, guess, correct, folds) for name, guess in guesses.items())
+        chosen = _choose(candidates)
         weights, bias = torch.zeros(len(names), dtype=torch.float64), 0.0
-        for name in taken:
+        for name in chosen:
             place = [names.index(n) for n in mixes.get(name, (name,))]
             own, constant = logistic(z[:, place], wrong, penalty.get(name, _PENALTIES[0]))
-            weights[place] += (own if name in mixes else own.clamp_min(_SLOPE)) / len(taken)
-            bias += constant / len(taken)
+            weights[place] += (own if name in mixes else own.clamp_min(_SLOPE)) / len(chosen)
+            bias += constant / len(chosen)
         place = weights.nonzero().flatten().tolist()
-        if len(taken) > 1:  # a mean is less sure than those it is made of
+        if len(chosen) > 1:  # a mean of doubts varies less than each of them: stretch it
             slope, constant = logistic((bias + z @ weights).unsqueeze(1), wrong, _PENALTIES[0])
             stretch = max(_SLOPE, float(slope))
             weights, bias = stretch * weights, constant + stretch * bias
         doubt = bias + z[:, place] @ weights[place]
-        blend = _blend(doubt, wrong, folds) if any(f.r_auroc is not None for f in table) else 1.0
+        blend = _blend(doubt, wrong, folds) if any(c.r_auroc is not None for c in candidates) else 1.0
         knots, shares = isotonic(doubt, correct) if blend < 1 else ((), ())
         kept, spread, slopes = (tuple(t[place].tolist()) for t in (mean, deviation, weights))
-        used, title = tuple(names[i] for i in place), f"mean of {', '.join(taken)}" if len(taken) > 1 else taken[0]
-        return cls(title, used, kept, spread, slopes, bias, blend, knots, shares, table)
+        used, title = tuple(names[i] for i in place), f"mean of {', '.join(chosen)}" if len(chosen) > 1 else chosen[0]
+        return cls(title, used, kept, spread, slopes, bias, blend, knots, shares, candidates)
 
 
-def _taken(table: Sequence[Figure]) -> list[str]:
-    """The best candidate and those that are about as good; the nearest distance if nothing is known about any."""
-    known = {figure.name: figure.r_auroc for figure in table if figure.r_auroc is not None}
+def _choose(candidates: Sequence[ScoreQuality]) -> list[str]:
+    """The best candidate and those that are about as good; the nearest distance if no candidate has a figure."""
+    known = {quality.name: quality.r_auroc for quality in candidates if quality.r_auroc is not None}
     best = max(known.values(), default=0.0)
     return [name for name, value in known.items() if value >= best - _EQUAL] or ["nearest"]
 
@@ -128,7 +134,7 @@ def _taken(table: Sequence[Figure]) -> list[str]:
 def logistic(z: Tensor, wrong: Tensor, penalty: float) -> tuple[Tensor, float]:
     """Weights and bias that minimise the mean log loss + penalty/2·‖w‖², by Newton's method with halved steps.
 
-    Where all are right or all are wrong the weights are 0 and the bias is that of Laplace's rule of succession.
+    If all answers are right or all are wrong, the weights are 0 and the bias is that of Laplace's rule of succession.
 
     >>> weights, bias = logistic(torch.tensor([[-1.0], [1.0], [-1.0], [1.0]]).double(), torch.tensor([0, 1, 0, 1]), 0.1)
     >>> round(float(weights), 3), round(bias, 9)
@@ -160,7 +166,7 @@ def logistic(z: Tensor, wrong: Tensor, penalty: float) -> tuple[Tensor, float]:
 
 
 def isotonic(doubt: Tensor, correct: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Knots and shares of right answers, falling, between which g is linear; shares stay within [1, n + 1]/(n + 2).
+    """Fit g: knots and falling shares of right answers, linear in between; shares lie in [1, n + 1]/(n + 2).
 
     >>> isotonic(torch.tensor([0.0, 1.0, 2.0, 3.0]), torch.tensor([True, False, True, False]))
     ((0.0, 1.5, 3.0), (0.8333333333333334, 0.5, 0.16666666666666666))
@@ -195,8 +201,8 @@ def _blend(doubt: Tensor, wrong: Tensor, folds: Tensor) -> float:
     return min(_BLENDS, key=lambda c: losses[c])
 
 
-def _folds(n: int, groups: Tensor | None, seed: int) -> Tensor:
-    """Which fold each query is in [n]; whole groups stay together."""
+def assign_folds(n: int, groups: Tensor | None, seed: int) -> Tensor:
+    """Assign each query to one of five folds [n]; a group stays in one fold."""
     if groups is not None and groups.shape != (n,):
         raise ValueError(f"groups must be one per query, got shape {list(groups.shape)} for {n} queries")
     group = torch.arange(n) if groups is None else groups.unique(return_inverse=True)[1]
@@ -204,8 +210,8 @@ def _folds(n: int, groups: Tensor | None, seed: int) -> Tensor:
     return order[group] % _FOLDS
 
 
-def _out_of_fold(z: Tensor, wrong: Tensor, folds: Tensor, penalty: float) -> Tensor:
-    """The doubt about each query [n] by a regression on the other folds."""
+def predict_out_of_fold(z: Tensor, wrong: Tensor, folds: Tensor, penalty: float) -> Tensor:
+    """Predict the doubt about each query [n] by a logistic regression on the other folds."""
     out = torch.zeros_like(wrong)
     for fold in folds.unique():
         held = folds == fold
@@ -214,7 +220,7 @@ def _out_of_fold(z: Tensor, wrong: Tensor, folds: Tensor, penalty: float) -> Ten
     return out
 
 
-def _figure(name: str, doubt: Tensor, correct: Tensor, folds: Tensor) -> Figure:
+def _measure_quality(name: str, doubt: Tensor, correct: Tensor, folds: Tensor) -> ScoreQuality:
     """Means over the folds that hold both right and wrong answers; AUGRC by its identity with R-AUROC."""
     found = []
     for fold in folds.unique():
@@ -224,17 +230,17 @@ def _figure(name: str, doubt: Tensor, correct: Tensor, folds: Tensor) -> Figure:
             area = auroc(x, ~right)
             found.append((area, (1 - area) * (1 - error) * error + error * error / 2 + error / (2 * n)))
     if not found:
-        return Figure(name, None, None)
+        return ScoreQuality(name, None, None)
     r_auroc, augrc = (sum(column) / len(found) for column in zip(*found, strict=True))
-    return Figure(name, r_auroc, augrc)
+    return ScoreQuality(name, r_auroc, augrc)
 
 
 def _log_loss(doubt: Tensor, wrong: Tensor) -> float:
     return float(torch.nn.functional.binary_cross_entropy_with_logits(doubt, wrong))
 
 
-def _matrix(evidence: Evidence, names: Sequence[str]) -> Tensor:
-    """The scores [n, names] in float64."""
+def score_matrix(evidence: Evidence, names: Sequence[str]) -> Tensor:
+    """The named scores as a matrix [n, names] in float64."""
     scores = evidence.scores
     if missing := [name for name in names if name not in scores]:
         raise ValueError(f"the evidence lacks {', '.join(missing)}: it was calibrated for another kind of gallery")

@@ -1,84 +1,84 @@
-"""The page of a calibration: what is promised, whether P is what it says, and what every score is worth."""
+"""The report page of a calibration: what is promised, how reliable P(right) is, and how good every score is."""
 
 import html
 from typing import TYPE_CHECKING, Any
 
+from idml.calibration.confidence import P_RIGHT
 from idml.report_html import drawing, page, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-P = "P(right)"
-
 _TITLES = {"labelled": "Galleries with labels", "unlabelled": "Galleries without labels"}
 _PROMISED = (
-    "A promise speaks of queries drawn like these, each on its own: no more than about {unknown} of them of classes "
-    "that are not in the gallery, the same kind of images, a gallery like this one. Then, for each wished error rate, "
-    "at most that share of the answers <em>match</em> is wrong (an unknown query answered so is wrong too) with 90 % "
-    "confidence: one calibration in ten may fail. "
-    "Nothing is promised about a single query, about another kind of image, or for a gallery that has changed much. "
-    "Queries of one class are alike, so for new classes the promises are estimates."
+    "The promises are for queries like these, each drawn independently: "
+    "about {unknown} of them or fewer are of classes that are not in the gallery, "
+    "they show the same kind of images, and the gallery is similar. "
+    "Then, for each error rate, at most that share of the answers <em>match</em> is wrong "
+    "(a match of an unknown query is wrong too), with 90 % confidence: one calibration in ten may fail. "
+    "Nothing is promised about a single query, about other kinds of images, or for a gallery that has changed much. "
+    "Queries of one class are similar, so for new classes the promises are estimates."
 )
 _RELIABILITY = (
-    "Left: of the queries whose P(right) falls into a bin, the share that was right, with its 95 % interval; the line "
-    "is where P is exactly what it says. Dots are larger where more queries fall into the bin. Right: the share of "
-    "queries that is answered <em>match</em> for each wished error rate; 0 where it cannot be promised."
+    "Left: the share of right answers among the queries whose P(right) falls into a bin, with its 95 % interval. On "
+    "the dotted line, P equals that share. Larger dots mean more queries in the bin. Right: the share of queries that "
+    "is answered <em>match</em> for each error rate; 0 if the rate cannot be promised."
 )
 _SCORES = (
-    "Each is judged on classes that had no part in its fit, with 95 % intervals over resampled classes. R-AUROC: how "
-    "often a wrong answer has a larger score than a right one (0.5 is chance). AUGRC × 1000: errors weighted by how "
-    "certain they were (smaller is better). Tells unknown: AUROC for queries whose class is not in the gallery."
+    "Each score is measured on classes that were not used for its fit, with 95 % intervals over resampled classes. "
+    "R-AUROC: how often a wrong answer has a larger score than a right one (0.5 is chance). AUGRC × 1000: errors, "
+    "weighted by how certain they were (smaller is better). Unknown: AUROC for queries of classes outside the gallery."
 )
 
 
 def build_page(result: dict[str, Any]) -> bytes:
-    """The page; ``result`` is what `idml.calibration.calibrate.calibrate_run` returns."""
+    """Build the page from a ``result`` of `idml.calibration.calibrate.calibrate_run`."""
     unknown = f"{result['unknown_share']:.0%}"
     trained = f", trained by {result['method']}" if result["method"] else ""
     counts = (
         f"{result['queries']:,} queries of {result['classes']:,} classes that the run was not trained on, against "
         f"{result['gallery']:,} images. {result['unknown_queries']:,} queries ({unknown}) have no image of their "
         f"class there ({result['unknown_classes']:,} classes were kept out of the gallery). {result['right']:,} first "
-        f"results are right. Half of the queries fitted P(right), the other half carries the promises."
+        f"results are right. P(right) was fitted to half of the queries; the promises come from the other half."
     )
     parts = [
         f"<h1>Calibration on {html.escape(result['data'])}</h1>",
         f"<p>Model {html.escape(result['model'])}{html.escape(trained)}. {counts}</p>",
         "".join(f"<p>{html.escape(line)}</p>" for line in result["notes"]),
-        "<h2>In words</h2>",
+        "<h2>Summary</h2>",
         "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in result["words"]) + "</ul>",
         f"<h2>What is promised, and what is not</h2><p>{_PROMISED.format(unknown=unknown)}</p>",
     ]
     for kind, title in _TITLES.items():
-        parts += [f"<h2>{title}</h2>", *_kind(result[kind], title)]
+        parts += [f"<h2>{title}</h2>", *_build_part(result[kind], title)]
     return page(f"calibration on {result['data']}", *parts)
 
 
-def _kind(figures: dict[str, Any], title: str) -> list[str]:
+def _build_part(figures: dict[str, Any], title: str) -> list[str]:
     ece = "not known" if figures["ece"] is None else f"{figures['ece']:.3f}"
     novelty = figures["novelty"]
-    told, sent = novelty["told"], novelty["sent_away"]
-    away = [[f"{float(share):.0%}", _percent(told[share]), _percent(sent[share])] for share in told]
+    recognised, rejected = novelty["recognised"], novelty["rejected"]
+    shares = [[f"{float(x):.0%}", _percent(recognised[x]), _percent(rejected[x])] for x in recognised]
     return [
         f"<p>P(right) comes from: {html.escape(figures['chosen'])}. Expected calibration error {ece} on "
         f"{figures['counted']:,} queries.</p>",
         _figure(figures, title),
         f"<p>{_RELIABILITY}</p>",
-        table(["wished error rate", "answered", "wrong among them", "P from", "if not"], _promises(figures)),
+        table(["error rate", "answered", "wrong among them", "smallest P", "why not"], _promises(figures)),
         f"<h3>Scores</h3><p>{_SCORES}</p>",
-        table(["score", "R-AUROC", "AUGRC × 1000", "tells unknown", ""], _scores(figures)),
+        table(["score", "R-AUROC", "AUGRC × 1000", "unknown", ""], _scores(figures)),
         "<h3>Not in the collection</h3>",
-        f"<p>By {html.escape(novelty['score'])}; {novelty['unknown']:,} unknown queries were counted.</p>",
-        table(["known queries that may be sent away", "unknown ones told", "known ones sent away"], away),
+        f"<p>Decided by {html.escape(novelty['score'])}; {novelty['unknown']:,} unknown queries were counted.</p>",
+        table(["known queries that may be rejected", "unknown ones recognised", "known ones rejected"], shares),
         "<h3>Result sets that hold a right image</h3>",
-        table(["sets of known queries that may miss", "mean size", "if not"], _sets(figures)),
+        table(["sets of known queries that may hold no right image", "mean size", "why not"], _sets(figures)),
     ]
 
 
 def _promises(figures: dict[str, Any]) -> list[list[str]]:
     rows = []
     for promise in figures["promises"]:
-        cells = ["–", "–", "–", _why(promise)]
+        cells = ["–", "–", "–", _shorten_reason(promise)]
         if promise["possible"]:
             wrong = f"{promise['wrong']:,} of {promise['answered']:,}"
             cells = [f"{promise['coverage']:.1%}", wrong, f"{promise['threshold']:.3f}", ""]
@@ -91,7 +91,7 @@ def _scores(figures: dict[str, Any]) -> list[list[str]]:
     for name, values in figures["scores"].items():
         spans = values["intervals"]
         mark = "best single score" if name == figures["best"] else ""
-        if name == P and figures["gain"]["r_auroc"] is not None and figures["gain"]["r_auroc"] < 0:
+        if name == P_RIGHT and figures["gain"]["r_auroc"] is not None and figures["gain"]["r_auroc"] < 0:
             mark = "below the best single score"
         cells = [(values[k], spans[k], f) for k, f in (("r_auroc", 1), ("augrc", 1000), ("unknown", 1))]
         rows.append([name, *(_value(*cell) for cell in cells), mark])
@@ -100,12 +100,13 @@ def _scores(figures: dict[str, Any]) -> list[list[str]]:
 
 def _sets(figures: dict[str, Any]) -> list[list[str]]:
     return [
-        [f"{s['max_missed']:.0%}", f"{s['mean_size']:.1f}" if s["possible"] else "–", _why(s)] for s in figures["sets"]
+        [f"{s['max_missed']:.0%}", f"{s['mean_size']:.1f}" if s["possible"] else "–", _shorten_reason(s)]
+        for s in figures["sets"]
     ]
 
 
-def _why(promise: dict[str, Any]) -> str:
-    """The reason without its beginning, which the row says already."""
+def _shorten_reason(promise: dict[str, Any]) -> str:
+    """The reason without its beginning, which repeats the row."""
     return str(promise["reason"]).rpartition(" here: ")[2]
 
 
@@ -129,8 +130,8 @@ def _figure(figures: dict[str, Any], title: str) -> str:
     _reliability(left, figures)
     errors, coverage = zip(*figures["curve"], strict=True)
     right.step([100 * e for e in errors], [100 * c for c in coverage], where="post", color="C0")
-    right.set(xlabel="wished error rate, %", ylabel="queries answered, %", xlim=(0, 50), ylim=(0, 101))
-    return drawing(figure, f"{title}: reliability diagram of P(right), and queries answered against wished error rate")
+    right.set(xlabel="error rate, %", ylabel="queries answered, %", xlim=(0, 50), ylim=(0, 101))
+    return drawing(figure, f"{title}: reliability diagram of P(right), and queries answered against the error rate")
 
 
 def _reliability(axes: "Axes", figures: dict[str, Any]) -> None:

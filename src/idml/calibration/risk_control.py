@@ -1,16 +1,18 @@
-"""Promises that hold for a finite sample: bounds on error rates, and thresholds chosen so that they hold.
+"""Risk control: guarantees on error rates that hold for a finite sample, and checks whether they still apply.
 
 Of n independent queries k went wrong. The true rate R is then at most (Clopper and Pearson, 1934)
 
-    upper(k, n, δ) = the R with P(Bin(n, R) ≤ k) = δ        exceeded by R with probability δ at most
+    upper(k, n, δ) = the R with P(Bin(n, R) ≤ k) = δ        R exceeds it with probability δ at most
 
-so the p-value of "R > ε" is P(Bin(n, ε) ≤ k), and upper(k, n, δ) ≤ ε says the same as p ≤ δ.
+so the p-value of "R > ε" is P(Bin(n, ε) ≤ k), and upper(k, n, δ) ≤ ε means the same as p ≤ δ.
 
-To choose among thresholds (learn then test: Angelopoulos et al., arXiv 2110.01052), they are put in an order that does
-not depend on the sample's answers, and tested one after the other: at some of them, the starts, δ/(number of starts)
-comes in; where a test passes, its level goes on to the next; where it fails, it is lost. With one start this is
-fixed-sequence testing, with more the fallback procedure (Wiens, 2003). With probability 1 − δ no threshold passes whose
-rate is above ε, so any that passed may be used: the one that answers most.
+Choice among thresholds (learn then test: Angelopoulos et al., arXiv 2110.01052). The order of the thresholds does not
+depend on the sample's answers. They are tested one after the other. Some of them are starts: each start receives
+δ/(number of starts). If a test passes, its level goes on to the next threshold; if it fails, the level is lost. With
+one start this is fixed-sequence testing, with more starts the fallback procedure (Wiens, 2003). With probability 1 − δ
+no threshold passes whose rate is above ε. So any threshold that passed may be used: the one that answers most.
+
+ECE = Σ over bins of (queries in the bin / n) · |mean P − share of right answers|        (Naeini et al., 2015)
 """
 
 import math
@@ -25,16 +27,28 @@ from idml.calibration.evidence import Profile
 
 ERROR_RATES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # those that reports and the search page offer
 
+# Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (target
+# errors 5, 10, 20 %, unknown 0, 25, 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more.
+# One start answered more if it was the right one, and almost nothing if it was not. With enough queries the tests also
+# start at 1/32 and 1/16: on hard data (CUB) only the surest few per cent can be guaranteed, and easy data lose nothing.
+_STEPS, _STARTS, _EARLY, _ENOUGH = 128, (16, 32, 64), (4, 8), 32
+
+_SHIFT, _CHANCE, _GROWTH = 0.1, 0.01, 2.0  # of drift: Kolmogorov–Smirnov distance, p-value, ratio of sizes
+
+
+# -------------------- bounds and tests --------------------
+
 
 def upper_bound(wrong: int, total: int, level: float) -> float:
-    """Clopper–Pearson: the rate that the true one exceeds with probability ``level`` at most.
+    """Clopper–Pearson: the rate that the true rate exceeds with probability ``level`` at most.
 
     >>> round(upper_bound(0, 45, 0.1), 4), upper_bound(3, 3, 0.1), upper_bound(0, 0, 0.1)
     (0.0499, 1.0, 1.0)
     """
     from scipy.special import betaincinv
 
-    _check_counts(wrong, total)
+    if not 0 <= wrong <= total:
+        raise ValueError(f"cannot have counted {wrong} of {total}")
     return 1.0 if wrong == total else float(betaincinv(wrong + 1, total - wrong, 1 - level))
 
 
@@ -45,21 +59,21 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     >>> round(low, 4), round(high, 4)
     (0.4439, 0.9748)
     """
-    tail = (1 - _rate("confidence", confidence)) / 2
+    tail = (1 - _check_rate("confidence", confidence)) / 2
     return 1 - upper_bound(total - count, total, tail), upper_bound(count, total, tail)
 
 
-def least_queries(max_error: float, level: float) -> int:
+def fewest_queries(max_error: float, level: float) -> int:
     """The smallest n with upper(0, n, level) ≤ max_error, that is (1 − max_error)ⁿ ≤ level.
 
-    >>> least_queries(0.05, 0.1)
+    >>> fewest_queries(0.05, 0.1)
     45
     """
     return math.ceil(math.log(level) / math.log1p(-max_error))
 
 
 def p_values(wrong: Sequence[int], total: Sequence[int], max_error: float) -> list[float]:
-    """P(Bin(total, max_error) ≤ wrong) for each pair: small where the true rate is below ``max_error``.
+    """P(Bin(total, max_error) ≤ wrong) for each pair: small if the true rate is below ``max_error``.
 
     >>> [round(p, 4) for p in p_values([0, 0], [45, 0], 0.05)]
     [0.0994, 1.0]
@@ -72,7 +86,7 @@ def p_values(wrong: Sequence[int], total: Sequence[int], max_error: float) -> li
 
 
 def sequential_test(p: Sequence[float], level: float, starts: Sequence[int] = (0,)) -> list[bool]:
-    """Which of the tests pass, in their order; the chance that any passes wrongly is ``level`` at most.
+    """Which of the tests pass, in their order; the probability that any passes wrongly is ``level`` at most.
 
     >>> sequential_test([0.01, 0.04, 0.2, 0.001], 0.05)
     [True, True, False, False]
@@ -87,14 +101,23 @@ def sequential_test(p: Sequence[float], level: float, starts: Sequence[int] = (0
     return passed
 
 
+def _check_rate(name: str, x: float) -> float:
+    if not 0 < x < 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {x!r}")
+    return x
+
+
+# -------------------- guarantees --------------------
+
+
 @dataclass(frozen=True)
 class RiskGuarantee:
-    """The lowest threshold that keeps a promise, or the reason why none does.
+    """The lowest threshold that keeps an error rate, or the reason why there is none.
 
-    Answer where P ≥ ``threshold``: with probability ``confidence`` over the calibration queries, at most ``max_error``
-    of such answers are wrong, among all queries like those. ``answered`` of the ``total`` calibration queries have
-    P ≥ threshold, ``wrong`` of them with a wrong answer. With fewer than ``needed`` not even answers that are all right
-    would do.
+    Answer if P ≥ ``threshold``: with probability ``confidence`` over the calibration queries, at most ``max_error`` of
+    such answers are wrong, among all queries like those. ``answered`` of the ``total`` calibration queries have
+    P ≥ threshold, ``wrong`` of these have a wrong answer. With fewer than ``needed`` queries there is no threshold,
+    even if all answers are right.
     """
 
     max_error: float
@@ -107,8 +130,8 @@ class RiskGuarantee:
     reason: str = ""
 
     @property
-    def kept(self) -> bool:
-        """Whether it can be promised."""
+    def possible(self) -> bool:
+        """Whether there is a threshold."""
         return self.threshold is not None
 
     @property
@@ -116,15 +139,13 @@ class RiskGuarantee:
         """The share of the calibration queries that are answered."""
         return self.answered / self.total if self.total else 0.0
 
-    @property
-    def error(self) -> float | None:
-        """The share of wrong answers among those."""
-        return self.wrong / self.answered if self.answered else None
-
 
 @dataclass(frozen=True)
-class Counts:
-    """What a calibration sample says about thresholds, most careful first: answered and wrong at each, of ``total``."""
+class ThresholdCounts:
+    """How many of ``total`` calibration queries each threshold answers, and how many of these are wrong.
+
+    The strictest threshold comes first.
+    """
 
     thresholds: tuple[float, ...]
     answered: tuple[int, ...]
@@ -133,8 +154,8 @@ class Counts:
     starts: tuple[int, ...]
 
     @classmethod
-    def of(cls, p: Tensor, correct: Tensor, thresholds: Sequence[float], starts: Sequence[int]) -> "Counts":
-        """Count. The thresholds must have been chosen without looking at this sample."""
+    def of(cls, p: Tensor, correct: Tensor, thresholds: Sequence[float], starts: Sequence[int]) -> "ThresholdCounts":
+        """Count a sample. The thresholds must have been chosen without looking at it."""
         known, right = p.double().sort().values, p[correct].double().sort().values
         t = torch.tensor(thresholds, dtype=torch.float64)
         answered, sound = (len(x) - torch.searchsorted(x, t) for x in (known, right))
@@ -143,44 +164,55 @@ class Counts:
         )
 
     def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong answers") -> RiskGuarantee:
-        """The lowest threshold at which at most ``max_error`` of the answers are wrong, see the head of this file.
+        """Find the lowest threshold at which at most ``max_error`` of the answers are wrong, see the head of this file.
 
-        It holds for each ``max_error`` by itself, if that is chosen without looking at this sample.
+        The guarantee holds for each ``max_error`` by itself, if that is chosen without looking at this sample.
 
-        >>> counts = Counts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
+        >>> counts = ThresholdCounts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
         >>> counts.find_guarantee(0.05, 0.9).threshold
         0.9
         >>> counts.find_guarantee(0.01, 0.9).reason
-        'cannot promise at most 1 % wrong answers here: 100 calibration queries, and 384 are needed at best'
+        'cannot promise at most 1 % wrong answers here: there are 100 calibration queries, at least 384 are needed'
         """
-        level = 1 - _rate("confidence", confidence)
-        least = least_queries(_rate("max_error", max_error), level / len(self.starts))
+        level = 1 - _check_rate("confidence", confidence)
+        fewest = fewest_queries(_check_rate("max_error", max_error), level / len(self.starts))
         shares = [self.answered[i] / self.total for i in self.starts if self.answered[i]]
-        needed = math.ceil(least / max(shares, default=1.0) - 1e-9)  # a start sees only those it answers
-        passed = self._passed(max_error, level)
+        needed = math.ceil(fewest / max(shares, default=1.0) - 1e-9)  # a start sees only the queries that it answers
+        passed = self._test_thresholds(max_error, level)
         if not any(passed):
-            why = f"cannot promise at most {100 * max_error:.3g} % {what} here: "
+            reason = f"cannot promise at most {100 * max_error:.3g} % {what} here: "
             if self.total < needed:
-                why += f"{self.total} calibration queries, and {needed} are needed at best"
+                reason += f"there are {self.total} calibration queries, at least {needed} are needed"
             else:
-                why += f"there were too many in the calibration; {self._least(level)}"
-            return RiskGuarantee(max_error, confidence, None, self.total, needed, reason=why)
+                reason += f"there were too many in the calibration; {self._describe_smallest_rate(level)}"
+            return RiskGuarantee(max_error, confidence, None, self.total, needed, reason=reason)
         i = max(j for j, ok in enumerate(passed) if ok)
-        return RiskGuarantee(
-            max_error, confidence, self.thresholds[i], self.total, needed, self.answered[i], self.wrong[i]
-        )
+        counted = self.answered[i], self.wrong[i]
+        return RiskGuarantee(max_error, confidence, self.thresholds[i], self.total, needed, *counted)
 
-    def _passed(self, max_error: float, level: float) -> list[bool]:
+    def _test_thresholds(self, max_error: float, level: float) -> list[bool]:
         return sequential_test(p_values(self.wrong, self.answered, max_error), level, self.starts)
 
-    def _least(self, level: float) -> str:
-        """About the smallest error rate that could be promised: more is promised as the rate rises."""
+    def _describe_smallest_rate(self, level: float) -> str:
+        """Say about which error rate could be guaranteed: the smallest full per cent at which a threshold passes."""
         rates = [i / 100 for i in range(1, 100)]
         low, high = 0, len(rates)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if any(self._passed(rates[middle], level)) else (middle + 1, high)
+            low, high = (low, middle) if any(self._test_thresholds(rates[middle], level)) else (middle + 1, high)
         return f"about {low + 1} % could be promised" if low < len(rates) else "nothing can be promised"
+
+
+def candidate_thresholds(p: Tensor) -> tuple[list[float], list[int]]:
+    """Thresholds that answer more and more of the queries with these P, the last one all; and the places of starts."""
+    falling = p.sort(descending=True).values
+    starts = [*(start for start in _EARLY if len(p) * start >= _ENOUGH * _STEPS), *_STARTS]
+    steps = range(starts[0], _STEPS + 1)
+    rows = [max(0, -(-len(p) * step // _STEPS) - 1) for step in steps]
+    return [*falling[rows[:-1]].tolist(), 0.0], [steps.index(start) for start in starts]
+
+
+# -------------------- novelty and result sets --------------------
 
 
 def conformal_p(scores: Tensor, reference: Tensor | Sequence[float]) -> Tensor:
@@ -196,13 +228,13 @@ def conformal_p(scores: Tensor, reference: Tensor | Sequence[float]) -> Tensor:
     return (1 + above).double() / (len(ranked) + 1)
 
 
-def set_sizes(p: Tensor, still_wrong: Sequence[float], doubt: float) -> Tensor:
-    """The size of each query's result set: the smallest m with (1 − P)·h_m ≤ doubt, the largest possible if none.
+def choose_set_sizes(p: Tensor, still_wrong: Sequence[float], doubt: float) -> Tensor:
+    """The size of each query's result set: the smallest m with (1 − P)·h_m ≤ doubt, or the largest possible m.
 
     h_m (``still_wrong``, from h₁ = 1 down) is the share of queries with a wrong first result whose first m results are
-    all wrong; so (1 − P)·h_m estimates the probability that a set of m holds no right image.
+    all wrong. So (1 − P)·h_m estimates the probability that a set of m results holds no right image.
 
-    >>> set_sizes(torch.tensor([0.99, 0.6, 0.1]), [1.0, 0.5, 0.25], 0.2)
+    >>> choose_set_sizes(torch.tensor([0.99, 0.6, 0.1]), [1.0, 0.5, 0.25], 0.2)
     tensor([1, 2, 3])
     """
     h = torch.tensor(still_wrong, dtype=torch.float64)
@@ -210,28 +242,11 @@ def set_sizes(p: Tensor, still_wrong: Sequence[float], doubt: float) -> Tensor:
     return torch.where(enough.any(dim=1), enough.int().argmax(dim=1) + 1, len(h))
 
 
-def _rate(name: str, x: float) -> float:
-    if not 0 < x < 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {x!r}")
-    return x
-
-
-def _check_counts(count: int, total: int) -> None:
-    if not 0 <= count <= total:
-        raise ValueError(f"cannot have counted {count} of {total}")
-
-
 # -------------------- reliability --------------------
-# Are probabilities what they say? Bins of the reliability diagram, the calibration error, and drift of a gallery.
-#
-# ECE = Σ over bins of (queries in the bin / n) · |mean P − share of right answers|        (Naeini et al., 2015)
-
-
-_SHIFT, _CHANCE, _GROWTH = 0.1, 0.01, 2.0  # what counts as much: Kolmogorov–Smirnov distance, p-value, ratio of sizes
 
 
 @dataclass(frozen=True)
-class Bin:
+class ReliabilityBin:
     """Queries with low ≤ P < high (≤ in the last bin): how many, their mean P, the share of right answers."""
 
     low: float
@@ -239,37 +254,38 @@ class Bin:
     count: int
     probability: float
     accuracy: float
-    interval: tuple[float, float]  # Clopper–Pearson, 95 %
+    interval: tuple[float, float]  # of the accuracy: Clopper–Pearson, 95 %
 
 
-def reliability(p: Tensor, correct: Tensor, *, bins: int = 10) -> list[Bin]:
-    """The reliability diagram: equally wide bins, without those that are empty.
+def reliability_bins(p: Tensor, correct: Tensor, *, bins: int = 10) -> list[ReliabilityBin]:
+    """The reliability diagram: equally wide bins, without the empty ones.
 
-    >>> reliability(torch.tensor([0.2, 0.9, 1.0]), torch.tensor([False, True, True]), bins=2)[1].accuracy
+    >>> reliability_bins(torch.tensor([0.2, 0.9, 1.0]), torch.tensor([False, True, True]), bins=2)[1].accuracy
     1.0
     """
-    p, right = check_probabilities(p, correct)
+    p, right = _check_probabilities(p, correct)
     place = (p * bins).long().clamp_max(bins - 1)
     out = []
     for i in place.unique().tolist():
         inside = place == i
         n, k = int(inside.sum()), int(right[inside].sum())
-        out.append(Bin(i / bins, (i + 1) / bins, n, float(p[inside].mean()), k / n, clopper_pearson(k, n)))
+        mean = float(p[inside].mean())
+        out.append(ReliabilityBin(i / bins, (i + 1) / bins, n, mean, k / n, clopper_pearson(k, n)))
     return out
 
 
-def expected_calibration_error(bins: Sequence[Bin]) -> float:
+def expected_calibration_error(bins: Sequence[ReliabilityBin]) -> float:
     """ECE, see the head of this file.
 
-    >>> expected_calibration_error(reliability(torch.tensor([0.75, 0.75]), torch.tensor([True, False])))
+    >>> expected_calibration_error(reliability_bins(torch.tensor([0.75, 0.75]), torch.tensor([True, False])))
     0.25
     """
     total = sum(b.count for b in bins)
     return sum(b.count * abs(b.probability - b.accuracy) for b in bins) / total
 
 
-def check_probabilities(p: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities in float64 and the mask of right answers [n], or a line on what is wrong with them."""
+def _check_probabilities(p: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities in float64 and the mask of right answers [n], checked."""
     if p.ndim != 1 or len(p) == 0 or correct.dtype != torch.bool or correct.shape != p.shape:
         raise ValueError(
             f"need P [n] and a bool mask [n], got {list(p.shape)} and {correct.dtype} {list(correct.shape)}"
@@ -280,9 +296,12 @@ def check_probabilities(p: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
     return p.detach().cpu().double(), correct.cpu()
 
 
+# -------------------- drift --------------------
+
+
 @dataclass(frozen=True)
 class Drift:
-    """How a gallery differs from the one of the calibration: ``changed`` says whether promises still count."""
+    """How a gallery differs from that of the calibration. If it has ``changed``, the guarantees no longer apply."""
 
     changed: bool
     size_ratio: float
@@ -291,28 +310,26 @@ class Drift:
     reason: str
 
 
-def drift(then: Profile, now: Profile) -> Drift:
+def measure_drift(then: Profile, now: Profile) -> Drift:
     """Compare two profiles of a gallery.
 
-    Much is: twice or half the size, or distances d₁ whose distribution moved by 0.1 and more (Kolmogorov–Smirnov) with
-    less than 1 % probability of chance. Large galleries show every small move, so the move itself has to count too.
+    A gallery has changed much if it has twice or half the size, or if the distribution of d₁ has moved by 0.1 or more
+    (Kolmogorov–Smirnov) and the probability of chance is below 1 %. Large galleries make every small move significant,
+    so the size of the move counts too.
 
-    >>> drift(Profile(100, (0.1, 0.2)), Profile(300, (0.1, 0.2))).reason
+    >>> measure_drift(Profile(100, (0.1, 0.2)), Profile(300, (0.1, 0.2))).reason
     'the gallery has 3 times as many images as at calibration'
     """
     from scipy.stats import ks_2samp
 
     ratio = now.size / then.size
-    test = ks_2samp(then.nearest, now.nearest, method="asymp")  # the exact one warns where it cannot be computed
+    test = ks_2samp(then.nearest, now.nearest, method="asymp")  # the exact test warns if it cannot be computed
     distance, p = float(test.statistic), float(test.pvalue)
     reasons = []
     if not 1 / _GROWTH < ratio < _GROWTH:
         reasons.append(f"the gallery has {ratio:.3g} times as many images as at calibration")
     if distance >= _SHIFT and p < _CHANCE:
-        side = (
-            "farther from"
-            if sum(now.nearest) / len(now.nearest) > sum(then.nearest) / len(then.nearest)
-            else "nearer to"
-        )
+        mean_then, mean_now = (sum(x.nearest) / len(x.nearest) for x in (then, now))
+        side = "farther from" if mean_now > mean_then else "nearer to"
         reasons.append(f"its images lie {side} each other than at calibration")
     return Drift(bool(reasons), ratio, distance, p, "; ".join(reasons))

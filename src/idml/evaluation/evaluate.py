@@ -72,7 +72,7 @@ def evaluate_run(
     if metric not in METRICS:
         raise ValueError(unknown_name("metric", metric, METRICS))
     models = [fingerprint(path) for path in runs]
-    options = [_options(path) for path in runs]
+    options = [read_run_options(path) for path in runs]
     metrics = [
         _metric(path, told) if metric == "introspective" else None for path, told in zip(runs, options, strict=True)
     ]
@@ -151,7 +151,7 @@ def _evaluate(
     return result, build_report(result, measured, candidate, note)
 
 
-def _options(run: Path) -> dict[str, Any]:
+def read_run_options(run: Path) -> dict[str, Any]:
     """What the run was trained with, if it says so."""
     path = run / "config.yaml"
     try:
@@ -171,7 +171,7 @@ def _metric(run: Path, options: dict[str, Any]) -> IntrospectiveMetric:
     return IntrospectiveMetric(options["tau"], options["gamma"])
 
 
-def untaught(trained: dict[str, Any]) -> list[str]:
+def describe_untaught(trained: dict[str, Any]) -> list[str]:
     """What to say of the u of a run with these options, if nothing taught it."""
     method, signal = trained.get("method"), trained.get("introspection")
     if method not in ("plain", "mixup") or signal not in (None, "none"):
@@ -181,7 +181,7 @@ def untaught(trained: dict[str, Any]) -> list[str]:
 
 def _warnings(told: dict[str, Any], split: str, metric: str) -> list[str]:
     """What makes the figures of this run mean less than they seem to."""
-    lines = untaught(told)
+    lines = describe_untaught(told)
     if told["split"] is not None and str(told["split"]) != split:
         lines.append(
             f"the run was trained with the split {told['split']!r}: it may have seen the test classes of {split!r}"

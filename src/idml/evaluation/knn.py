@@ -119,6 +119,12 @@ class Search:
         within = torch.arange(len(line), device=rows.device) - (count.cumsum(0) - count)[line]
         return line, self.order[self.first[rows][line] + within]
 
+    def require_neighbours(self) -> None:
+        """Raise ``ValueError`` if a query has no image to find except itself."""
+        alone = (self.count >= self.gallery).nonzero().flatten()
+        if len(alone):
+            raise ValueError(f"{len(alone)} queries have no image to find but themselves (first: row {int(alone[0])})")
+
     @torch.no_grad()
     def top(self, k: int, rows: Tensor | None = None) -> Neighbours:
         """The ``k`` nearest of the queries ``rows`` (all of them if not given)."""

@@ -14,19 +14,18 @@ of the nearest image that is not of the first neighbour's class, wherever it com
 
     nearest_distance  d₁                         entropy       −Σ p·ln p, p the labels' shares among the k
     kth_distance      d_k                        disagreement  1 − share of the k with the first one's label
-    margin            −(d_other − d₁)            ensemble      `ensemble_disagreement` over models of several seeds
+    margin            −(d_other − d₁)            ensemble      `vote_disagreement` of models of several seeds
     ratio             d₁ / d_other
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from idml.embeddings import Embeddings, full_precision, require_finite
-from idml.evaluation.knn import Names, Neighbours, Points, Search, numbered
+from idml.evaluation.knn import Names, Neighbours, Points, Search
 from idml.evaluation.retrieval import count_relevant, prepare_search
 from idml.metric import IntrospectiveMetric
 
@@ -103,7 +102,8 @@ def neighbour_scores(
     (tensor([-2., -1., -4., -2.]), tensor([0.5000, 0.5000, 0.0000, 0.5000]), tensor([ True,  True, False,  True]))
     """
     search, own, theirs = prepare_search(embeddings, labels, gallery, gallery_labels, metric, query_ids, gallery_ids)
-    found = _seen(search, k)
+    search.require_neighbours()
+    found = search.top(k)
     seen, near = found.indices >= 0, theirs[found.indices.clamp_min(0)]
     total, first = seen.sum(dim=1), found.distances[:, 0]
     other = _other_class(search, theirs, found)
@@ -113,39 +113,10 @@ def neighbour_scores(
         "kth_distance": found.distances.gather(1, total.unsqueeze(1) - 1).squeeze(1),
         "margin": (first - other).masked_fill_(alone, -_diameter(search) if bool(alone.any()) else 0.0),
         "ratio": torch.where(other == 0, 1.0, first / other).masked_fill_(alone, 0.0),
-        "entropy": _entropy(near, seen).to(first.dtype),
+        "entropy": label_entropy(near, seen).to(first.dtype),
         "disagreement": ((near != near[:, :1]) & seen).sum(dim=1).to(first.dtype) / total,
     }
     return NeighbourScores(scores, near[:, 0] == own, count_relevant(search, own, theirs) == 0, found.indices)
-
-
-def ensemble_disagreement(
-    members: Sequence[Points],
-    labels: Names,
-    *,
-    galleries: Sequence[Points] | None = None,
-    metric: IntrospectiveMetric | None = None,
-) -> Tensor:
-    """1 − largest share of models that give one answer [n]; a model's answer is its first neighbour's label.
-
-    ``members`` are the same queries as each model embeds them, ``galleries`` likewise (without them, each query is left
-    out of its own answer), ``labels`` the classes of the images searched.
-
-    >>> one, two = torch.tensor([[0.0], [1.0], [3.0], [9.0]]), torch.tensor([[0.0], [1.0], [8.0], [9.0]])
-    >>> ensemble_disagreement([one, two], ["cat", "cat", "dog", "dog"])
-    tensor([0.0000, 0.0000, 0.5000, 0.0000])
-    """
-    places = [None] * len(members) if galleries is None else galleries
-    if len(members) == 0 or len(places) != len(members) or len({len(x) for x in members}) > 1:
-        raise ValueError("an ensemble needs one set of queries for each model, and as many galleries if any")
-    (codes,) = numbered("labels", labels)
-    answers = []
-    for queries, gallery in zip(members, places, strict=True):
-        search = Search(queries, gallery, metric)
-        if len(codes) != search.gallery:
-            raise ValueError(f"{len(codes)} labels for {search.gallery} images searched")
-        answers.append(codes.to(search.first.device)[_seen(search, 1).indices[:, 0]])
-    return vote_disagreement(torch.stack(answers))
 
 
 def vote_disagreement(votes: Tensor) -> Tensor:
@@ -155,13 +126,6 @@ def vote_disagreement(votes: Tensor) -> Tensor:
     tensor([0.0000, 0.3333, 0.6667])
     """
     return (votes != votes.mode(dim=0).values).sum(dim=0) / len(votes)
-
-
-def _seen(search: Search, k: int) -> Neighbours:
-    nothing = (search.count >= search.gallery).nonzero().flatten()
-    if len(nothing):
-        raise ValueError(f"{len(nothing)} queries have no image to find but themselves (first: row {int(nothing[0])})")
-    return search.top(k)
 
 
 def _other_class(search: Search, theirs: Tensor, found: Neighbours) -> Tensor:
@@ -185,7 +149,7 @@ def _first_other(theirs: Tensor, first: Tensor, found: Neighbours) -> Tensor:
     return distance.masked_fill(~differs.any(dim=1), math.nan)
 
 
-def _entropy(near: Tensor, seen: Tensor) -> Tensor:
+def label_entropy(near: Tensor, seen: Tensor) -> Tensor:
     """ln m − 1/m · Σ_j ln c_j over the m neighbours seen, c_j how many share the label of neighbour j.
 
     In float64, rounded to 12 places: lists with equal shares in another order tie.

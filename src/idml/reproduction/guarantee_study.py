@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.calibration.calibrate import compare
+from idml.calibration.calibrate import compare_scores
+from idml.calibration.confidence import P_RIGHT
 from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown
-from idml.calibration.report import P
 from idml.calibration.risk_control import clopper_pearson
 from idml.calibration.stored import Calibration
 from idml.data.datasets import Dataset
@@ -74,8 +74,8 @@ def measure_share(pool: QueryPool, share: float, rounds: int, report: Progress =
     """Return what happens to the guarantees at one share of unknown queries, and what P is worth there.
 
     ``promises``: for each gallery, sample and target error rate the sums over the rounds of `count_outcomes`;
-    ``scores``: what `compare` finds for each gallery in each of the first ten rounds (with no unknown classes, where
-    all rounds are about the same queries, in the first).
+    ``scores``: what `compare_scores` finds for each gallery in each of the first ten rounds (with no unknown classes,
+    where all rounds have the same queries, in the first).
     """
     sums: dict[str, dict[str, dict[str, dict[str, float]]]] = {g: {s: {} for s in SAMPLES} for g in GALLERIES}
     scores: dict[str, list[dict[str, Any]]] = {g: [] for g in GALLERIES}
@@ -84,7 +84,7 @@ def measure_share(pool: QueryPool, share: float, rounds: int, report: Progress =
         if share and number:
             trial = _trial(pool, share, number)
         for gallery in GALLERIES if number < (COMPARED if share else 1) else ():
-            scores[gallery].append(compare(trial, labelled=gallery == "labelled", seed=number))
+            scores[gallery].append(compare_scores(trial, labelled=gallery == "labelled", seed=number))
         for sample in SAMPLES:
             rows = draw_sample(trial, sample, random_stream(f"guarantee by {sample}", number))
             for gallery in GALLERIES:
@@ -226,7 +226,7 @@ def against_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
             gains = [told["gain"] for told in drawn]
             names = [told["best"] for told in drawn]
             singles = [told["scores"][told["best"]] for told in drawn]
-            own = _means([told["scores"][P] for told in drawn], "r_auroc", span=False)
+            own = _means([told["scores"][P_RIGHT] for told in drawn], "r_auroc", span=False)
             single = [max(sorted(set(names)), key=names.count), _means(singles, "r_auroc", span=False)]
             saved = [_means(gains, "r_auroc", sign=True), _means(gains, "augrc", 1000.0, sign=True)]
             counts = [str(len(gains)), _below(gains, "r_auroc"), _below(gains, "augrc")]

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-import torch
 from PIL import Image
 
-from idml.calibration.evidence import Profile
+from idml.calibration.evidence import Profile, sample_profile_rows
 from idml.calibration.risk_control import ERROR_RATES, RiskGuarantee
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
@@ -54,7 +53,6 @@ __all__ = [
 ]
 
 _SEARCH_ATTEMPTS = 5  # searches of a gallery that changes during the search
-_PROFILE_SAMPLE = 1000  # images that represent a gallery, as in `Profile.of`
 _PROFILE_STALE = 0.01  # recompute a profile after more than this share of the items changed
 _PIXELS = 16_000_000  # decode at most this many pixels, plus one image, before embedding them
 
@@ -551,8 +549,7 @@ class _Statistics:
 
 def _measure_profile(engine: Engine, all_ids: Sequence[str]) -> Profile:
     """Measure the distances from up to 1000 items to their nearest other items."""
-    rows = torch.randperm(len(all_ids), generator=torch.Generator().manual_seed(0))[:_PROFILE_SAMPLE].sort().values
-    ids = [all_ids[row] for row in rows.tolist()]
+    ids = [all_ids[row] for row in sample_profile_rows(len(all_ids)).tolist()]
     found = engine.search(engine.embeddings(ids), 2)
     # an item with two exact copies may not find itself: then the first result is its nearest neighbour
     nearest = [

@@ -25,13 +25,13 @@ from pathlib import Path
 
 from PIL import Image
 
+from idml.calibration.evidence import SEARCHED
 from idml.calibration.stored import Calibration
 from idml.data.images import FORMATS, decode_image
 from idml.files import sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, PRETRAINED
 from idml.search.embedder import ONNX
-from idml.search.results import SEARCHED
 
 MODEL = "model"
 LABELLED, UNLABELLED = "calibration.json", "calibration-unlabelled.json"

@@ -1,7 +1,7 @@
 """Replies to queries: the answer, and a list of results in which near duplicates are grouped.
 
 The answer depends on the 10 nearest items by the distance of unit vectors, for any number of requested results. The
-calibration uses the same evidence.
+evidence is built by the same function as in a calibration, `idml.calibration.evidence.build_evidence`.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from idml.calibration.evidence import Evidence, Profile, evidence_from_lists
+from idml.calibration.evidence import NEIGHBOURS, Evidence, Profile, build_evidence
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
 from idml.search.answers import Answer, RiskTargets, answer_queries
 from idml.search.engines import DamagedGallery, Engine, Found, Item
 
-LISTED = 10
-SEARCHED = f"{LISTED} nearest, euclidean"
 DUPLICATE = 0.02  # results whose unit vectors are nearer to each other are near duplicates
 _MAX_DEPTH = 4  # times k: how far to search for results that are not duplicates
 
@@ -80,7 +78,7 @@ def build_replies(
     engine: Engine, queries: Embeddings, k: int, targets: RiskTargets, context: AnswerContext
 ) -> list[Reply]:
     """Search the engine and build the reply to each query; raise `GalleryChanged` if the gallery changes meanwhile."""
-    found = engine.search(queries, max(LISTED, k))
+    found = engine.search(queries, max(NEIGHBOURS, k))
     if found.distances.shape[1] == 0:
         raise GalleryChanged
     items: dict[str, FoundItem] = {}
@@ -130,21 +128,13 @@ def _build_evidence(queries: Embeddings, found: Found, items: dict[str, FoundIte
     """Build the evidence from the first 10 results of each query."""
     classes = None
     if labelled:
-        labels = [[items[id].item.label for id in row[:LISTED]] for row in found.ids]
+        labels = [[items[id].item.label for id in row[:NEIGHBOURS]] for row in found.ids]
         codes = {label: code for code, label in enumerate(dict.fromkeys(x for row in labels for x in row))}
         if None in codes:
             raise GalleryChanged
         classes = torch.tensor([[codes[label] for label in row] for row in labels])
-    u = queries.uncertainty.detach().float()
-    first = torch.stack([items[row[0]].uncertainty for row in found.ids])
-    both = u + first if u.shape[1] == first.shape[1] else u if first.shape[1] == 0 else first
-    return evidence_from_lists(
-        found.distances[:, :LISTED],
-        queries.detach().level,
-        classes=classes,
-        pair=torch.linalg.vector_norm(both, dim=1),
-        searched=SEARCHED,
-    )
+    nearest_uncertainty = torch.stack([items[row[0]].uncertainty for row in found.ids])
+    return build_evidence(queries, found.distances[:, :NEIGHBOURS], nearest_uncertainty, classes=classes)
 
 
 def _extend_lists(
@@ -156,9 +146,9 @@ def _extend_lists(
     items: dict[str, FoundItem],
 ) -> None:
     """Extend the lists that show fewer than k results, or fewer images than the answer refers to."""
-    depth = max(LISTED, k)
+    depth = max(NEIGHBOURS, k)
     sizes = [own.results or 0 for own in answers]
-    limit = min(len(engine), max(LISTED, _MAX_DEPTH * k, *sizes))
+    limit = min(len(engine), max(NEIGHBOURS, _MAX_DEPTH * k, *sizes))
     while depth < limit:
         shown = [len(group_duplicates([items[id] for id, _ in listed])) for listed in lists]
         short = [

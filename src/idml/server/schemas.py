@@ -43,7 +43,7 @@ class Promised(BaseModel):
         return cls(
             max_error=promise.max_error,
             confidence=promise.confidence,
-            possible=promise.kept,
+            possible=promise.possible,
             threshold=number(promise.threshold),
             coverage=number(promise.coverage),
             reason=promise.reason,

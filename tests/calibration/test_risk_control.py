@@ -1,4 +1,6 @@
-"""What is promised of a finite sample: bounds against scipy, choices against brute force."""
+"""Risk control: bounds against scipy, choices against brute force, reliability bins, drift."""
+
+import math
 
 import pytest
 import torch
@@ -7,17 +9,22 @@ from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, kstest
 from simulated import excess
 
+from idml import Embeddings
+from idml.calibration.evidence import Profile
 from idml.calibration.risk_control import (
-    Counts,
+    ThresholdCounts,
+    candidate_thresholds,
+    choose_set_sizes,
     clopper_pearson,
     conformal_p,
-    least_queries,
+    expected_calibration_error,
+    fewest_queries,
+    measure_drift,
     p_values,
+    reliability_bins,
     sequential_test,
-    set_sizes,
     upper_bound,
 )
-from idml.calibration.stored import _thresholds
 
 
 def test_bounds_against_scipy():
@@ -34,8 +41,8 @@ def test_bounds_against_scipy():
 
 
 @given(st.floats(0.001, 0.9), st.floats(0.001, 0.5))
-def test_least_queries_is_the_first_number_that_passes(max_error, level):
-    n = least_queries(max_error, level)
+def test_fewest_queries_is_the_first_number_that_passes(max_error, level):
+    n = fewest_queries(max_error, level)
     assert p_values([0], [n], max_error)[0] <= level * (1 + 1e-9)
     assert n == 1 or p_values([0], [n - 1], max_error)[0] > level * (1 - 1e-9)
 
@@ -59,7 +66,7 @@ def test_more_starts_against_brute_force(p, starts):
     )
 
 
-def test_the_chance_that_any_true_null_passes_is_bounded():
+def test_the_probability_that_any_true_null_passes_is_bounded():
     p = torch.rand(20_000, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wrongly = sum(any(sequential_test(row, 0.1, (0, 2, 4))) for row in p.tolist())
     assert excess(wrongly, 20_000, 0.1) > 0.001
@@ -70,22 +77,22 @@ def test_the_chance_that_any_true_null_passes_is_bounded():
 )
 def test_counts_against_loops(sample, thresholds):
     p, correct = torch.tensor([x for x, _ in sample], dtype=torch.float64), torch.tensor([y for _, y in sample])
-    found = Counts.of(p, correct, thresholds, (0,))
+    found = ThresholdCounts.of(p, correct, thresholds, (0,))
     assert found.answered == tuple(sum(x >= t for x, _ in sample) for t in thresholds)
     assert found.wrong == tuple(sum(x >= t and not y for x, y in sample) for t in thresholds)
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.02, 0.4), st.floats(0.02, 0.4))
-def test_more_error_answers_more(seed, a, b):
+def test_a_larger_error_rate_answers_more_queries(seed, a, b):
     g = torch.Generator().manual_seed(seed)
     p = torch.rand(300, generator=g, dtype=torch.float64)
-    counts = Counts.of(p, torch.rand(300, generator=g) < p.sqrt(), *_thresholds(p))
+    counts = ThresholdCounts.of(p, torch.rand(300, generator=g) < p.sqrt(), *candidate_thresholds(p))
     low, high = counts.find_guarantee(min(a, b), 0.9), counts.find_guarantee(max(a, b), 0.9)
     assert low.coverage <= high.coverage
-    assert not low.kept or high.kept
+    assert not low.possible or high.possible
     assert counts.find_guarantee(a, 0.99).coverage <= counts.find_guarantee(a, 0.8).coverage
     for promise in (low, high):
-        assert promise.kept != bool(promise.reason)
+        assert promise.possible != bool(promise.reason)
         if promise.threshold is not None:
             assert upper_bound(promise.wrong, promise.answered, 0.1) <= promise.max_error + 1e-9
 
@@ -93,9 +100,9 @@ def test_more_error_answers_more(seed, a, b):
 @pytest.mark.parametrize(
     ("n", "first", "starts"), [(100, 16, 3), (511, 16, 3), (512, 8, 4), (1024, 4, 5), (9000, 4, 5)]
 )
-def test_with_more_queries_tests_start_at_surer_ones(n, first, starts):
+def test_with_more_queries_the_tests_start_at_higher_thresholds(n, first, starts):
     p = torch.rand(n, dtype=torch.float64)
-    thresholds, places = _thresholds(p)
+    thresholds, places = candidate_thresholds(p)
     assert len(places) == starts
     assert [int((p >= thresholds[i]).sum()) for i in places[-3:]] == [-(-n * s // 128) for s in (16, 32, 64)]
     assert int((p >= thresholds[0]).sum()) == -(-n * first // 128)
@@ -103,24 +110,26 @@ def test_with_more_queries_tests_start_at_surer_ones(n, first, starts):
     assert thresholds[-1] == 0.0
 
 
-def test_what_cannot_be_promised_says_why():
-    few = Counts.of(torch.ones(20), torch.ones(20, dtype=torch.bool), *_thresholds(torch.ones(20)))
+def test_an_impossible_guarantee_gives_its_reason():
+    few = ThresholdCounts.of(torch.ones(20), torch.ones(20, dtype=torch.bool), *candidate_thresholds(torch.ones(20)))
     promise = few.find_guarantee(0.05, 0.9)
-    assert not promise.kept
+    assert not promise.possible
     assert promise.needed == 67
-    assert "20 calibration queries, and 67 are needed at best" in promise.reason
-    enough = Counts.of(torch.ones(80), torch.ones(80, dtype=torch.bool), *_thresholds(torch.ones(20)))
+    assert "there are 20 calibration queries, at least 67 are needed" in promise.reason
+    enough = ThresholdCounts.of(torch.ones(80), torch.ones(80, dtype=torch.bool), *candidate_thresholds(torch.ones(20)))
     assert enough.find_guarantee(0.05, 0.9).coverage == 1
     p = torch.rand(500)
-    hopeless = Counts.of(p, torch.rand(500) < 0.6, *_thresholds(p)).find_guarantee(0.05, 0.9)
+    hopeless = ThresholdCounts.of(p, torch.rand(500) < 0.6, *candidate_thresholds(p)).find_guarantee(0.05, 0.9)
     assert "too many in the calibration; about 4" in hopeless.reason
-    nothing = Counts.of(p, torch.zeros(500, dtype=torch.bool), *_thresholds(p)).find_guarantee(0.05, 0.9)
+    nothing = ThresholdCounts.of(p, torch.zeros(500, dtype=torch.bool), *candidate_thresholds(p)).find_guarantee(
+        0.05, 0.9
+    )
     assert "nothing can be promised" in nothing.reason
     with pytest.raises(ValueError, match="max_error must be between 0 and 1, got 0"):
         few.find_guarantee(0, 0.9)
 
 
-def test_conformal_p_values_are_uniform_at_most():
+def test_conformal_p_values_are_at_most_uniform():
     g = torch.Generator().manual_seed(0)
     p = torch.cat([conformal_p(torch.randn(1, generator=g), torch.randn(19, generator=g)) for _ in range(4000)])
     for share in (0.05, 0.1, 0.3, 0.31):
@@ -132,11 +141,35 @@ def test_conformal_p_values_are_uniform_at_most():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.floats(0, 1), st.floats(0, 1))
-def test_set_sizes_fall_with_probability_and_doubt(p, a, b):
+def test_set_sizes_fall_with_probability_and_with_doubt(p, a, b):
     still = [1.0, 0.6, 0.6, 0.2, 0.05]
     p = torch.tensor(sorted(p), dtype=torch.float64)
-    few, many = set_sizes(p, still, max(a, b)), set_sizes(p, still, min(a, b))
+    few, many = choose_set_sizes(p, still, max(a, b)), choose_set_sizes(p, still, min(a, b))
     assert bool((few <= many).all())
     assert bool((few.diff() <= 0).all())
     for x, size in zip(p.tolist(), few.tolist(), strict=True):
         assert size == next((m + 1 for m, h in enumerate(still) if (1 - x) * h <= max(a, b)), 5)
+
+
+def test_reliability_bins():
+    p = torch.tensor([0.05, 0.0, 0.95, 1.0, 0.95])
+    low, high = reliability_bins(p, torch.tensor([False, True, True, True, False]))
+    assert (low.count, low.accuracy, high.count, high.low, high.high) == (2, 0.5, 3, 0.9, 1.0)
+    assert high.interval == pytest.approx(tuple(binomtest(2, 3).proportion_ci(method="exact")))
+    assert expected_calibration_error([low, high]) == pytest.approx((2 * 0.475 + 3 * (2.9 / 3 - 2 / 3)) / 5)
+    with pytest.raises(ValueError, match=r"1 of 2 probabilities are not in \[0, 1\] \(first: number 1\)"):
+        reliability_bins(torch.tensor([0.5, math.nan]), torch.tensor([True, True]))
+
+
+def test_a_gallery_that_changed_much_has_drifted():
+    g = torch.Generator().manual_seed(0)
+    images = Embeddings.certain(torch.randn(600, 4, generator=g))
+    then = Profile.of(images)
+    more = Embeddings.cat([images, Embeddings.certain(torch.randn(60, 4, generator=g))])
+    assert not measure_drift(then, then).changed
+    assert not measure_drift(then, Profile.of(more)).changed
+    twins = Embeddings.certain(images.semantic[:300].repeat(2, 1) + 1e-3 * torch.randn(600, 4, generator=g))
+    assert measure_drift(then, Profile.of(twins)).reason == "its images lie nearer to each other than at calibration"
+    larger = measure_drift(then, Profile.of(Embeddings.cat([images] * 3)))
+    assert larger.changed
+    assert "3 times as many images" in larger.reason
