@@ -87,7 +87,7 @@ def _seconds(call):
         (lambda: LabelSets(torch.tensor([0, -1])), "0 or larger, got -1"),
         (lambda: LabelSets.of([[0], []]), "image 1 has no label"),
         (lambda: LabelSets.of([[0, -3]]), "0 or larger"),
-        (lambda: LabelSets.mixed(torch.tensor([0]), torch.tensor([0, 1])), "1 and 2 labels"),
+        (lambda: LabelSets.mixed(torch.tensor([0]), torch.tensor([0, 1])), "differ in length: 1 and 2"),
         (lambda: LabelSets.cat([]), "empty"),
         (lambda: LabelSets(torch.tensor([0, 7])).in_classes(7), "label 7 is outside the 7 classes"),
         (

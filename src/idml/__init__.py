@@ -1,31 +1,65 @@
 """idml: image search that knows when it does not know.
 
-An implementation of *Introspective Deep Metric Learning for Image Retrieval*. The names below are
-resolved on first use, so that ``import idml`` stays cheap.
+An implementation of *Introspective Deep Metric Learning for Image Retrieval*. The names below are imported on first
+use, so ``import idml`` is cheap.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from idml.calibration.calibrate import calibrate_run as calibrate
     from idml.embeddings import Embeddings
+    from idml.evaluation.evaluate import evaluate_run as evaluate
     from idml.labels import LabelSets
     from idml.metric import IntrospectiveMetric
+    from idml.model.model import load_model
+    from idml.search.gallery import Gallery
 
 __version__ = "0.1.0"
-__all__ = ["Embeddings", "IntrospectiveMetric", "LabelSets", "__version__"]
+__all__ = [
+    "Embeddings",
+    "Gallery",
+    "IntrospectiveMetric",
+    "LabelSets",
+    "__version__",
+    "audit",
+    "calibrate",
+    "evaluate",
+    "load_model",
+    "train",
+]
 
-_HOME = {
-    "Embeddings": "idml.embeddings",
-    "IntrospectiveMetric": "idml.metric",
-    "LabelSets": "idml.labels",
+_HOMES = {
+    "Embeddings": ("idml.embeddings", "Embeddings"),
+    "Gallery": ("idml.search.gallery", "Gallery"),
+    "IntrospectiveMetric": ("idml.metric", "IntrospectiveMetric"),
+    "LabelSets": ("idml.labels", "LabelSets"),
+    "calibrate": ("idml.calibration.calibrate", "calibrate_run"),
+    "evaluate": ("idml.evaluation.evaluate", "evaluate_run"),
+    "load_model": ("idml.model.model", "load_model"),
 }
 
 
+def train(*, resume: bool = False, **options: Any) -> dict[str, Any]:
+    """Train a model and return its figures.
+
+    The keywords are the options of ``idml train``: ``idml.train(data="glyphs", out="runs/glyphs", method="idml")``.
+    With ``resume`` the run in ``out`` continues.
+    """
+    from idml.training.config import from_dict
+    from idml.training.loop import train as train_config
+
+    return train_config(from_dict(options), resume=resume)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name == "audit":  # a package that can be called
+        return import_module("idml.audit")
+    if name not in _HOMES:
         raise AttributeError(f"module 'idml' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

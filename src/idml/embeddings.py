@@ -1,4 +1,4 @@
-"""What every model returns and everything else reads: a semantic and an uncertainty embedding per image."""
+"""Embeddings: the semantic and the uncertainty embedding of each image, which every model returns."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _SAFE = 1e15  # squares of larger numbers leave float32
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """Float16 and bfloat16 become float32; everything else stays as it is."""
+    """Convert float16 and bfloat16 to float32; leave other types as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -38,9 +38,9 @@ class Direction(NamedTuple):
 
 
 def direction(x: Tensor, name: str = "semantic") -> Direction:
-    """What normalising the rows of ``x`` needs.
+    """Prepare the rows of ``x`` for normalisation.
 
-    A row shorter than 1e-12 has no direction: its 1/‖x‖ is 0, so that it becomes zero and gets no gradient.
+    A row shorter than 1e-12 has no direction: its 1/‖x‖ is set to 0, so it becomes zero and gets no gradient.
     Lengths up to the largest float are handled without overflow; NaN and infinity raise ``ValueError``.
     """
     x = full_precision(x)
@@ -58,7 +58,7 @@ def direction(x: Tensor, name: str = "semantic") -> Direction:
 
 
 def unit_rows(x: Tensor, name: str = "semantic") -> Tensor:
-    """Each row divided by its length, x/‖x‖; zero, without gradient, where there is no length.
+    """Divide each row by its length, x/‖x‖; a row without length becomes zero, without gradient.
 
     >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.6000, 0.8000],
@@ -110,7 +110,7 @@ class Embeddings:
 
     @classmethod
     def cat(cls, parts: "Sequence[Embeddings]") -> "Embeddings":
-        """Several batches as one."""
+        """Join several batches into one."""
         if not parts:
             raise ValueError("nothing to concatenate: the list of embeddings is empty")
         widths = {(p.semantic.shape[1], p.uncertainty.shape[1]) for p in parts}
@@ -125,7 +125,7 @@ class Embeddings:
 
     @cached_property
     def direction(self) -> Direction:
-        """The semantic part with what normalising it needs, for matrix products that normalise afterwards."""
+        """The semantic part prepared for normalisation, for matrix products that normalise afterwards."""
         return direction(self.semantic)
 
     @cached_property
@@ -140,11 +140,11 @@ class Embeddings:
         return level
 
     def to(self, target: torch.device | torch.dtype | str) -> "Embeddings":
-        """Both parts moved to a device, or cast to a dtype."""
+        """Move both parts to a device, or cast them to a dtype."""
         return Embeddings(self.semantic.to(target), self.uncertainty.to(target))
 
     def detach(self) -> "Embeddings":
-        """The same values without their history."""
+        """Return the same values, detached from the graph."""
         return Embeddings(self.semantic.detach(), self.uncertainty.detach())
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class Embeddings:
 
 
 def as_rows(index: Index, length: int) -> slice | Tensor | list[int] | list[bool]:
-    """An index that keeps the row dimension: one number selects a batch of one."""
+    """Return an index that keeps the row dimension: one number selects a batch of one."""
     if isinstance(index, int):
         if not -length <= index < length:
             raise IndexError(f"row {index} of {length}")

@@ -1,4 +1,4 @@
-"""Label sets: who matches whom.
+"""Label sets: which images match.
 
 A mixed image x = λx₁ + (1−λ)x₂ carries the *set* {l₁, l₂}; two images match when their sets intersect.
 A plain label is a set of one.
@@ -46,17 +46,17 @@ class LabelSets:
 
     @classmethod
     def mixed(cls, first: Tensor, second: Tensor) -> "LabelSets":
-        """The sets {l₁, l₂} of images mixed from two parents."""
+        """Build the sets {l₁, l₂} of images mixed from two images."""
         a, b = cls(first), cls(second)
         if len(a) != len(b):
-            raise ValueError(f"the two parents differ in number: {len(a)} and {len(b)} labels")
+            raise ValueError(f"the two lists of labels differ in length: {len(a)} and {len(b)}")
         if a.ids.device != b.ids.device:
-            raise ValueError(f"the parents' labels are on {a.ids.device} and {b.ids.device}")
+            raise ValueError(f"the labels are on {a.ids.device} and {b.ids.device}")
         return cls._of_ids(torch.cat([a.ids, b.ids], dim=1))
 
     @classmethod
     def of(cls, sets: Iterable[Iterable[int]], device: torch.device | str | None = None) -> "LabelSets":
-        """Any number of labels for each image."""
+        """Build sets with any number of labels for each image."""
         lists = [sorted(set(labels)) for labels in sets]
         if not all(lists):
             raise ValueError(f"image {next(i for i, x in enumerate(lists) if not x)} has no label; every set needs one")
@@ -69,7 +69,7 @@ class LabelSets:
 
     @classmethod
     def cat(cls, parts: "Sequence[LabelSets]") -> "LabelSets":
-        """Several batches as one; narrower sets are padded."""
+        """Join several batches into one; smaller sets are padded."""
         if not parts:
             raise ValueError("nothing to concatenate: the list of label sets is empty")
         width = max(p.ids.shape[1] for p in parts)
@@ -78,7 +78,7 @@ class LabelSets:
         )
 
     def matches(self, other: "LabelSets | None" = None) -> Tensor:
-        """Whose sets intersect: bool [n, m]; without ``other``, the batch against itself."""
+        """Return which sets intersect, bool [n, m]; without ``other``, the batch against itself."""
         a, b = self.ids, (self if other is None else other).ids
         if a.device != b.device:
             raise ValueError(f"label sets are on {a.device} and {b.device}")
@@ -93,7 +93,7 @@ class LabelSets:
         return out
 
     def _count_common(self, b: Tensor) -> Tensor:
-        """Large sets: incidence [n, labels] times incidence [labels, m] counts what two sets share."""
+        """Match large sets: incidence [n, labels] times incidence [labels, m] counts the common labels."""
         known, numbers = torch.unique(torch.cat([self.ids.flatten(), b.flatten()]), return_inverse=True)
         has_padding = bool(known[0] < 0) if len(known) else False
         numbers_a, numbers_b = numbers.split([self.ids.numel(), b.numel()])
@@ -105,7 +105,7 @@ class LabelSets:
         return incidence(numbers_a, len(self)) @ incidence(numbers_b, len(b)).T > 0
 
     def in_classes(self, num_classes: int) -> Tensor:
-        """Which of the classes 0 … num_classes−1 each set holds: bool [n, num_classes]."""
+        """Return which of the classes 0 … num_classes−1 each set holds, bool [n, num_classes]."""
         self.check_below(num_classes)
         ids = torch.where(self.ids < 0, self.ids[:, :1], self.ids)  # padding repeats the first label
         return torch.zeros(len(self), num_classes, dtype=torch.bool, device=ids.device).scatter_(1, ids, True)
@@ -116,11 +116,11 @@ class LabelSets:
             raise ValueError(f"label {int(self.ids.max())} is outside the {num_classes} classes 0 … {num_classes - 1}")
 
     def to(self, device: torch.device | str) -> "LabelSets":
-        """The same sets on a device."""
+        """Move the sets to a device."""
         return self._of_ids(self.ids.to(device))
 
     def tolist(self) -> list[list[int]]:
-        """The sets as sorted lists."""
+        """Return the sets as sorted lists."""
         return [sorted({i for i in row if i >= 0}) for row in self.ids.tolist()]
 
     def __len__(self) -> int:
@@ -135,5 +135,5 @@ class LabelSets:
 
 
 def pair_masks(matches: Tensor) -> tuple[Tensor, Tensor]:
-    """The positive and the negative pairs of a batch against itself, an image never with itself."""
+    """Return the positive and the negative pairs of a batch against itself; no image is paired with itself."""
     return matches.clone().fill_diagonal_(False), (~matches).fill_diagonal_(False)

@@ -1,5 +1,7 @@
-"""Which pairs of a batch a loss looks at. Miners read the loss's own pair matrix (D or C', not α) and never
-build a tensor larger than a few [n, n]; they take no part in the gradient."""
+"""Miners: they choose the pairs of a batch that a loss uses.
+
+Miners read the loss's own pair matrix (D or C', not α), pass no gradient and use a few [n, n] tensors at most.
+"""
 
 import torch
 from torch import Tensor
@@ -11,9 +13,9 @@ from idml.labels import pair_masks
 def semihard(distances: Tensor, matches: Tensor, margin: float) -> tuple[Tensor, Tensor]:
     """Semi-hard triplets (a, p, n): D_ap < D_an < D_ap + margin, counted instead of listed.
 
-    The triplet loss Σ (D_ap − D_an + margin) is linear in D, so all it needs of the triplets is how often
-    each pair occurs: a matrix [n, n] of counts, positive for (a, p) and negative for (a, n), and their
-    number. Negatives are sorted once per anchor; every positive then finds its range by bisection.
+    The triplet loss Σ (D_ap − D_an + margin) is linear in D. So it needs only how often each pair occurs in a
+    triplet, a matrix [n, n] of counts, positive for (a, p) and negative for (a, n), and the number of triplets.
+    Negatives are sorted once per anchor; every positive then finds its range by bisection.
     """
     positive, negative = pair_masks(matches)
     ordered, order = distances.masked_fill(~negative, torch.inf).sort(dim=1)
@@ -29,7 +31,7 @@ def semihard(distances: Tensor, matches: Tensor, margin: float) -> tuple[Tensor,
 
 @torch.no_grad()
 def multi_similarity(cosines: Tensor, matches: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The informative pairs of Wang et al. (2019), as two masks [n, n].
+    """Return the informative pairs of Wang et al. (2019), as two masks [n, n].
 
     A positive is kept if C_ap − ε < the largest negative of its anchor; a negative if C_an + ε > the
     smallest positive of its anchor.
@@ -44,8 +46,10 @@ def multi_similarity(cosines: Tensor, matches: Tensor, epsilon: float) -> tuple[
 
 
 def log_inverse_density(distances: Tensor, dim: int) -> Tensor:
-    """log p(d) up to a constant, p(d) ∝ d^(2−n)·(1 − d²/4)^((3−n)/2): the inverse of how densely the distances of
-    random points on the unit sphere in n dimensions lie (Wu et al., 2017)."""
+    """Return log p(d) up to a constant, p(d) ∝ d^(2−n)·(1 − d²/4)^((3−n)/2).
+
+    p is the inverse density of the distance of random points on the unit sphere in n dimensions (Wu et al., 2017).
+    """
     return (2.0 - dim) * distances.log() + (3.0 - dim) / 2.0 * torch.log1p(-0.25 * distances.square())
 
 
@@ -59,7 +63,7 @@ def distance_weighted(
     farthest: float = 1.4,
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One negative for each positive pair, drawn with probability p(d) among the anchor's negatives.
+    """Draw one negative for each positive pair, with probability p(d) among the anchor's negatives.
 
     Distances below ``closest`` count as ``closest``; negatives beyond ``farthest`` are left out. Returns
     the pairs (anchors, negatives), in the order of the positive pairs; an anchor with no negative in

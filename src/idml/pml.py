@@ -1,4 +1,4 @@
-"""Optional: pytorch-metric-learning's own losses made introspective (``pip install idml[pml]``).
+"""The introspective metric as a distance for pytorch-metric-learning's losses (``pip install idml[pml]``).
 
 Its losses take one tensor of embeddings and a distance. Here the tensor is [s; u], the semantic and the uncertainty
 embedding side by side, and the distance is the introspective metric on the two halves.
@@ -16,11 +16,11 @@ from torch import Tensor
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 
-_BLOCK = 64  # pairs compared at a time where only the diagonal is wanted
+_BLOCK = 64  # rows compared at a time if only the diagonal is needed
 
 
 def joined(embeddings: Embeddings) -> Tensor:
-    """[s; u] of each image, as the distances of this module read it: [n, d + d']."""
+    """Join s and u of each image to [s; u], which the distances of this module read: [n, d + d']."""
     return torch.cat([embeddings.semantic, embeddings.uncertainty], dim=1)
 
 

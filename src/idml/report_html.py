@@ -13,8 +13,8 @@ from PIL import Image
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LARGEST = 130  # pixels, the frame included
-_SHORT = 20  # letters: a cell with no more of them stays on one line
+_LARGEST = 130  # pixels, including the frame
+_SHORT = 20  # letters: a cell with at most this many stays on one line
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; display: block; overflow-x: auto }
@@ -25,7 +25,7 @@ img, svg { max-width: 100%; height: auto }
 
 
 def page(title: str, *parts: str) -> bytes:
-    """A whole HTML page of its own, without anything from elsewhere."""
+    """Build a complete HTML page that loads nothing from elsewhere."""
     text = "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
     return f"{text}<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>".encode(
         errors="backslashreplace"
@@ -33,7 +33,7 @@ def page(title: str, *parts: str) -> bytes:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Rows of text as an HTML table, numbers to the right with their intervals in small type."""
+    """Build an HTML table; numbers are aligned to the right, their intervals in small type."""
     right = [any(_is_number(row[i]) for row in rows) for i in range(len(header))]
     lines = ["".join(_cell("th", cell, number=right[i]) for i, cell in enumerate(header))]
     lines += ["".join(_cell("td", cell, number=_is_number(cell)) for cell in row) for row in rows]
@@ -41,7 +41,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def prose(text: str) -> str:
-    """A paragraph in which `code` and *emphasis* are marked as in Markdown."""
+    """Build a paragraph; `code` and *emphasis* are marked as in Markdown."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
     marked = re.sub(r"[*]([^*`<>]+)[*]", r"<em>\1</em>", marked)
     return f"<p>{marked}</p>"
@@ -58,7 +58,7 @@ def _cell(tag: str, text: str, *, number: bool) -> str:
 
 
 def picture(images: NDArray[np.uint8], text: str) -> str:
-    """Images [n, side, side, 3] side by side, none shown larger than 128 pixels."""
+    """Show images [n, side, side, 3] side by side, at most 128 pixels high; ``text`` describes them."""
     row = np.concatenate(list(np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=128)), axis=1)
     shown = Image.fromarray(row)
     if len(row) > _LARGEST:
@@ -69,7 +69,7 @@ def picture(images: NDArray[np.uint8], text: str) -> str:
 
 
 def drawing(figure: "Figure", text: str, *, pixels: bool = False) -> str:
-    """A matplotlib figure, as lines (SVG) or, where it has thousands of points, as ``pixels``."""
+    """Embed a matplotlib figure as SVG, or, if it has thousands of points, as ``pixels``."""
     if pixels:
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=100)

@@ -184,7 +184,7 @@ def damaged(run, made):
 
 def foreign(run, made):
     (run / ONNX).write_bytes(b"\x80\x04 no ONNX at all")
-    return "is not a whole file of `idml export`"
+    return "is not a complete file of `idml export`"
 
 
 @pytest.mark.parametrize("how", [stale, damaged, foreign])

@@ -24,9 +24,9 @@ from idml.embeddings import Embeddings
 from idml.evaluation.evaluate import Counted, load_model_pixels
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import features_of, view_features
+from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress, image_counter, silent
 
-PRETRAINED = "pretrained"
 _CROPPED = View("crop", 0.08)  # copies that count as near duplicates
 _COPIES = 128  # of as many images
 

@@ -43,7 +43,7 @@ def build_loss(
     embedding_dim: int | None = None,
     **parameters: Any,
 ) -> MetricLoss:
-    """The loss called ``name``; ``parameters`` are those of its function.
+    """Build the loss called ``name``; ``parameters`` are those of its function.
 
     ``num_classes`` and ``embedding_dim`` size the proxies of proxy losses; other losses use them to check
     their input. Without ``metric`` the introspective metric with its defaults is used.

@@ -1,8 +1,8 @@
-"""The thin modules around the loss functions: they build the pair matrix and the match mask.
+"""The modules around the loss functions: they check the input and build the pair matrix and the match mask.
 
-A loss is a pure function ``loss(pairs, matches, *, parameters…)`` of the pair matrix (distances D or cosines
-C', as its `form` says) and the mask of who matches whom. The module beside it names that function and its
-form; everything else is here.
+A loss is a pure function ``loss(pairs, matches, *, parameters…)`` of the pair matrix (distances D or cosines C',
+depending on its `form`) and the mask of matching pairs. The module beside it names that function and its form; all
+other code is here.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from idml.metric import Form, IntrospectiveMetric
 
 
 class MetricLoss(nn.Module):
-    """What all losses share: the metric, the loss function's parameters, and the checks of the input."""
+    """Base of all losses: the metric, the loss function's parameters, and the checks of the input."""
 
     form: ClassVar[Form]
     function: ClassVar[Callable[..., Tensor]]
@@ -45,13 +45,13 @@ class MetricLoss(nn.Module):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The parameters of the loss function."""
+        """Return the loss function's parameters with their defaults."""
         signature = inspect.signature(cls.function).parameters.values()
         return {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
 
     @classmethod
     def known(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        """The same parameters; ``ValueError`` if the loss has no such ones."""
+        """Return the same parameters; one that the loss does not have is a ``ValueError``."""
         usual = cls.defaults()
         for name, value in parameters.items():
             if name not in usual:
@@ -96,7 +96,7 @@ class MetricLoss(nn.Module):
         return embeddings, sets
 
     def extra_repr(self) -> str:
-        """The loss's parameters, for printing."""
+        """Return the loss's parameters, for printing."""
         return ", ".join([f"metric={self.metric}", *(f"{k}={v!r}" for k, v in self.parameters_of_loss.items())])
 
 
@@ -104,7 +104,7 @@ class PairLoss(MetricLoss):
     """A loss over the pairs of a batch."""
 
     def forward(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
-        """The loss of a batch, a scalar; ``seed`` fixes the random choices of losses that make any."""
+        """Return the loss of a batch, a scalar; ``seed`` fixes the draws of losses that sample."""
         e, sets = self._checked(embeddings, labels)
         if self.num_classes is not None:
             sets.check_below(self.num_classes)
@@ -117,8 +117,8 @@ class PairLoss(MetricLoss):
 class ProxyLoss(MetricLoss):
     """A loss between images and learned proxies of the classes, ``centers_per_class`` for each.
 
-    The metric reads the proxies normalised. They are certain (u = 0) unless ``proxy_uncertainty`` makes
-    their uncertainty a parameter too, started small.
+    The metric normalises the proxies. They are certain (u = 0), unless ``proxy_uncertainty`` makes their uncertainty a
+    parameter too, which starts small.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ProxyLoss(MetricLoss):
             self.proxy_uncertainty = nn.Parameter(torch.randn(count, embedding_dim) * small)
 
     def forward(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
-        """The loss of a batch, a scalar; proxy losses draw nothing, so ``seed`` changes nothing."""
+        """Return the loss of a batch, a scalar; proxy losses do not sample, so ``seed`` has no effect."""
         e, sets = self._checked(embeddings, labels)
         if self.proxies.device != e.semantic.device:
             raise ValueError(f"the proxies are on {self.proxies.device} but embeddings are on {e.semantic.device}")
@@ -151,7 +151,7 @@ class ProxyLoss(MetricLoss):
         return type(self).function(pairs, sets.in_classes(self.num_classes), **self.parameters_of_loss)
 
     def proxy_embeddings(self) -> Embeddings:
-        """The proxies as the metric sees them."""
+        """Return the proxies as embeddings."""
         if self.proxy_uncertainty is None:
             return Embeddings.certain(self.proxies)
         return Embeddings(self.proxies, self.proxy_uncertainty)

@@ -22,7 +22,7 @@ def contrastive(
     pulled = positive.logical_and_(distances.detach() > positive_margin)
     pushed = negative.logical_and_(distances.detach() < negative_margin)
     pulls, pushes = (mask.sum(dtype=distances.dtype) for mask in (pulled, pushed))
-    # linear in D once the active pairs are known: each counts 1/number of its kind
+    # linear in D once the active pairs are known: each has the weight 1 / (number of active pairs of its kind)
     pull, push = pulled / pulls.clamp_min(1.0), pushed / pushes.clamp_min(1.0)
     constant = negative_margin * pushes.clamp_max(1.0) - positive_margin * pulls.clamp_max(1.0)
     return (pull.sub_(push) * distances).sum() + constant

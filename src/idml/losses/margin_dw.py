@@ -23,8 +23,8 @@ def margin_dw(
     """J_m = (Σ₊ [D − (β − m)]₊ + Σ₋ [(β + m) − D]₊) / number of non-zero terms.
 
     Σ₊ runs over all positive pairs, Σ₋ over one sampled negative for each of them, p(d) as in
-    `idml.mining.distance_weighted` in ``dim`` dimensions. (The paper prints a minus before Σ₋; a push has
-    to be added.)
+    `idml.mining.distance_weighted` in ``dim`` dimensions. (The paper prints a minus before Σ₋; that
+    would reward near negatives.)
     """
     require_pairs(distances, matches, square=True)
     anchors, negatives = distance_weighted(

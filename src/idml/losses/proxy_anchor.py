@@ -22,7 +22,7 @@ def proxy_anchor(cosines: Tensor, matches: Tensor, *, alpha: float = 32.0, margi
 
 
 class ProxyAnchor(ProxyLoss):
-    """ProxyAnchor with one proxy a class."""
+    """ProxyAnchor with one proxy per class."""
 
     form = "cosine"
     function = staticmethod(proxy_anchor)

@@ -13,7 +13,7 @@ def proxy_nca(distances: Tensor, matches: Tensor, *, scale: float = 32.0) -> Ten
 
 
 class ProxyNCA(ProxyLoss):
-    """ProxyNCA with one proxy a class."""
+    """ProxyNCA with one proxy per class."""
 
     form = "distance"
     function = staticmethod(proxy_nca)

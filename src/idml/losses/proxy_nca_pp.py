@@ -18,7 +18,7 @@ def proxy_nca_pp(distances: Tensor, matches: Tensor, *, temperature: float = 1.0
 
 
 class ProxyNCAPlusPlus(ProxyLoss):
-    """ProxyNCA++ with one proxy a class."""
+    """ProxyNCA++ with one proxy per class."""
 
     form = "distance"
     function = staticmethod(proxy_nca_pp)

@@ -1,4 +1,4 @@
-"""Sums that several losses share."""
+"""Reductions that several losses share."""
 
 from typing import Any
 
@@ -8,23 +8,23 @@ from torch.autograd.function import once_differentiable
 
 
 def mean_of_nonzero(values: Tensor) -> Tensor:
-    """The mean over the values above 0; 0, still part of the graph, when there is none."""
+    """Return the mean over the values above 0; 0, still part of the graph, if there is none."""
     return values.sum() / (values.detach() > 0).sum().clamp_min(1)
 
 
 def log_sum_exp(values: Tensor, dim: int, *, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
-    """log Σ e^(scale·v) along ``dim``, over the values that ``mask`` keeps.
+    """Return log Σ e^(scale·v) along ``dim``, over the values that ``mask`` keeps.
 
-    Where it keeps none the result is a very large negative number, whose softplus and gradient are 0.
+    If it keeps none, the result is a very large negative number, whose softplus and gradient are 0.
     """
     out: Tensor = _LogSumExp.apply(values, dim, scale, mask)
     return out
 
 
 def log_share_of_matches(values: Tensor, matches: Tensor, *, scale: float) -> Tensor:
-    """log(Σ over the matches e^(scale·v) / Σ over all e^(scale·v)) for each row [n]; every row needs a match."""
+    """Return log(Σ over the matches e^(scale·v) / Σ over all e^(scale·v)) of each row [n]; every row needs a match."""
     rows, columns = matches.nonzero(as_tuple=True)
-    if torch.equal(rows, torch.arange(len(matches), device=rows.device)):  # plain labels: one match a row
+    if torch.equal(rows, torch.arange(len(matches), device=rows.device)):  # plain labels: one match per row
         return values.gather(1, columns.unsqueeze(1)).squeeze(1) * scale - log_sum_exp(values, 1, scale=scale)
     if len(rows.unique_consecutive()) < len(matches):
         raise ValueError("an image matches none of the proxies")
@@ -36,7 +36,7 @@ def log_share_of_matches(values: Tensor, matches: Tensor, *, scale: float) -> Te
 
 
 class _LogSumExp(torch.autograd.Function):
-    """The scaling, the mask and the sum as one step: one matrix is kept instead of five."""
+    """Scaling, mask and sum as one step, which stores one matrix instead of five."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, dim: int, scale: float, mask: Tensor | None) -> Tensor:

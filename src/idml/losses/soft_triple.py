@@ -39,7 +39,7 @@ def soft_triple(
 class _Relaxed(torch.autograd.Function):
     """S = Σ_k p_k·c_k with p = softmax(c/γ), ∂S/∂c_k = p_k·(1 + (c_k − S)/γ), a few images at a time.
 
-    The centres are many: nothing of their number is kept but the cosines themselves.
+    There are many centres, so of all tensors of their size only the cosines are stored.
     """
 
     @staticmethod
@@ -63,13 +63,13 @@ class _Relaxed(torch.autograd.Function):
 
 
 def _split(centers: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Blocks of images whose centres fit into the cache."""
+    """Split into blocks of images whose centres fit into the cache."""
     images = max(1, (1 << 17) // centers[0].numel())
     return [x.split(images) for x in (centers, *others)]
 
 
 class SoftTriple(ProxyLoss):
-    """SoftTriple with several centres a class."""
+    """SoftTriple with several centres per class."""
 
     form = "cosine"
     function = staticmethod(soft_triple)

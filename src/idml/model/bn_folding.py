@@ -1,11 +1,11 @@
-"""A trunk whose batch normalisation is frozen, made faster: its formulas, and with them its weights, stay.
+"""Batch-norm folding: a frozen normalisation is computed inside the convolution before it. Weights stay as they are.
 
-With frozen statistics a normalisation behind a convolution is a scale and a shift of each channel, so that
+With frozen statistics a normalisation after a convolution is a scale and a shift of each channel:
 
     γ (w ∗ x − μ) / √(σ² + ε) + b  =  (s w) ∗ x + (b − s μ),   s = γ / √(σ² + ε):
 
-one convolution instead of two passes over its output, and as many less on the way back. w, γ and b stay parameters. On
-a CPU the cut-off of ReLU6 goes into the convolution too.
+one convolution instead of two passes over its output, and the same saving in the backward pass. w, γ and b stay
+parameters. On a CPU the clipping of ReLU6 is computed inside the convolution too.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from idml.model.backbones import Trunk
 
 _SMALL = 49
-"""Maps of at most this many positions are seen as vectors by `_Convolution`."""
+"""`_Convolution` treats maps of at most this many positions as vectors."""
 _POINTWISE: Any = None
 if torch.backends.mkldnn.is_available():
     _POINTWISE = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
@@ -28,20 +28,20 @@ Settings = tuple[Any, Any, Any, int]
 
 
 def fold_frozen_normalisation(trunk: Trunk) -> int:
-    """Computes each convolution of ``trunk`` and the frozen normalisation behind it as one; returns how many.
+    """Compute each convolution of ``trunk`` and the frozen normalisation after it as one; return how many there are.
 
-    What follows what is seen by watching an image go through. The state of the trunk keeps its names, and a trunk
-    whose features would come out differently stays as it was.
+    Running one image shows which module follows which. The names in the trunk's state dict stay. If folding would
+    change the features, the trunk stays as it was.
     """
     weight = trunk.mean
     image = torch.rand(1, weight.shape[1], trunk.image_size, trunk.image_size, generator=torch.Generator())
     image, modes = image.to(weight), {module: module.training for module in trunk.modules()}
     trunk.eval()
     with torch.no_grad():
-        pairs, before = _watch(trunk, image)
+        pairs, before = _trace(trunk, image)
         for convolution, norm in pairs:
-            cast(Any, convolution).forward = partial(_convolved, convolution, norm)
-            cast(Any, norm).forward = partial(_activated, convolution, norm)
+            cast(Any, convolution).forward = partial(_convolve, convolution, norm)
+            cast(Any, norm).forward = partial(_activate, convolution, norm)
         same = torch.allclose(trunk(image), before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
     if not same:
         for pair in pairs:
@@ -53,9 +53,9 @@ def fold_frozen_normalisation(trunk: Trunk) -> int:
     return len(pairs)
 
 
-def _watch(trunk: Trunk, image: Tensor) -> tuple[list[tuple[nn.Conv2d, nn.BatchNorm2d]], Tensor]:
-    """The convolutions whose outcome goes straight into a normalisation, with it, and the features of ``image``."""
-    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # the tensors are kept, so that no two have the same id
+def _trace(trunk: Trunk, image: Tensor) -> tuple[list[tuple[nn.Conv2d, nn.BatchNorm2d]], Tensor]:
+    """Return the convolutions followed directly by a normalisation, with it, and the features of ``image``."""
+    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # keeps the tensors alive, so that no two have the same id
     pairs: list[tuple[nn.Conv2d, nn.BatchNorm2d]] = []
     uses: Counter[nn.Module] = Counter()
 
@@ -79,15 +79,17 @@ def _watch(trunk: Trunk, image: Tensor) -> tuple[list[tuple[nn.Conv2d, nn.BatchN
     finally:
         for hook in hooks:
             hook.remove()
-    return [(c, n) for c, n in pairs if uses[c] == uses[n] == 1 and c.padding_mode == "zeros" and _known(n)], features
+    return [
+        (c, n) for c, n in pairs if uses[c] == uses[n] == 1 and c.padding_mode == "zeros" and _can_fold(n)
+    ], features
 
 
-def _known(norm: nn.BatchNorm2d) -> bool:
+def _can_fold(norm: nn.BatchNorm2d) -> bool:
     return norm.affine and norm.running_mean is not None
 
 
-def _convolved(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """(s w) ∗ x + (b − s μ)."""
+def _convolve(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Compute (s w) ∗ x + (b − s μ)."""
     mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
     scale = norm.weight * torch.rsqrt(variance + norm.eps)
     weight, shift = convolution.weight * scale.view(-1, 1, 1, 1), norm.bias - mean * scale
@@ -105,13 +107,13 @@ def _convolved(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tenso
     return cast(Tensor, _Convolution.apply(x, weight, shift, settings, _limits(convolution, norm, x)))
 
 
-def _activated(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """What is left of a normalisation: timm's bring the activation with them."""
+def _activate(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Apply what remains of a normalisation: timm's modules include the activation."""
     act = getattr(norm, "act", None)
     if act is None or _limits(convolution, norm, x) is not None:
         return x
     x = cast(Any, norm).drop(x)
-    if isinstance(act, nn.Hardtanh):  # in place it would first copy what it needs on the way back
+    if isinstance(act, nn.Hardtanh):  # in place it would first copy its input for the backward pass
         return F.hardtanh(x, act.min_val, act.max_val)
     return cast(Tensor, act(x))
 
@@ -121,7 +123,7 @@ def _plain_cpu(x: Tensor) -> bool:
 
 
 def _limits(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> tuple[float, float] | None:
-    """Where the activation cuts off, if oneDNN can do it within the convolution; ``x`` is what either of them gets."""
+    """Return where the activation clips, if oneDNN can clip inside the convolution; ``x`` is an input of either."""
     act = getattr(norm, "act", None)
     if not isinstance(act, nn.Hardtanh) or not isinstance(cast(Any, norm).drop, nn.Identity) or _POINTWISE is None:
         return None
@@ -130,10 +132,10 @@ def _limits(convolution: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> tuple[fl
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution, cut off at ``limits`` in the same pass if there are any.
+    """A convolution, clipped at ``limits`` in the same pass if there are any.
 
-    The gradient of the weights of a wide depthwise filter on small maps (stride 1, size kept) comes from matrix
-    products, for oneDNN takes a slow way for filters of 5 × 5. On a map of p positions the filter of a channel is a
+    For a wide depthwise filter on small maps (stride 1, same size) the gradient of the weights is computed by matrix
+    products, because oneDNN is slow for filters of 5 × 5. On a map of p positions the filter of a channel is a
     p × p matrix T, T[a, b] = w[b − a]. Its gradient is Σ g xᵀ over the images, and that of w[d] the sum over the places
     with b − a = d.
     """
@@ -184,14 +186,14 @@ def _is_small_depthwise(x: Tensor, weight: Tensor, settings: Settings) -> bool:
 
 
 def _by_channel(maps: Tensor) -> Tensor:
-    """Maps [n, channels, height, width] that lie channels last, as [channels, n, positions]: the turn of a matrix."""
+    """Transpose channels-last maps [n, channels, height, width] to [channels, n, positions]."""
     n, channels, height, width = maps.shape
     return maps.permute(0, 2, 3, 1).reshape(-1, channels).t().contiguous().view(channels, n, height * width)
 
 
 @lru_cache
 def _offsets(height: int, width: int, side: int) -> Tensor:
-    """Which entry of a filter stands where in its matrix [positions · positions, side · side], as 0 and 1."""
+    """Return where each entry of a filter stands in its matrix, [positions · positions, side · side] of 0 and 1."""
     y, x = torch.arange(height), torch.arange(width)
     down = (y[None, :] - y[:, None] + side // 2)[:, None, :, None].expand(height, width, height, width)
     right = (x[None, :] - x[:, None] + side // 2)[None, :, None, :].expand(height, width, height, width)

@@ -1,7 +1,7 @@
 """`idml export`: a model as one ONNX file with both heads, checked against torch before it is written.
 
-The file ends in a checksum of everything before it, itself a piece of ONNX metadata: other programs read the file as
-any other, and idml notices a flipped byte, which an ONNX file alone would not.
+The file ends with a checksum of everything before it, which is itself ONNX metadata. Other programs read it as any
+other ONNX file, and idml notices a flipped byte.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from idml.files import write_atomic
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.model import PRETRAINED, ModelConfig, fingerprint_of, load_model
 
-FORMAT = "1"  # goes up when an exported file comes to mean something else: older ones are then made again
+FORMAT = "1"  # raise it when the meaning of an exported file changes: older files are then exported again
 OPSET = 18
 TOLERANCE = 1e-4
 LARGEST = 2**31 - 2**20  # bytes: a protobuf message ends at 2 GB
@@ -31,7 +31,7 @@ _CHECKSUM = "idml.sha256"
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """A checked ONNX file of ours: its bytes, and what its metadata say of the model."""
+    """A checked ONNX file written by idml: its bytes, and the model's fingerprint and configuration."""
 
     data: bytes
     fingerprint: str
@@ -39,14 +39,14 @@ class OnnxFile:
 
 
 class _Network(nn.Module):
-    """What `idml.model.Model` does to uint8 images, with plain tensors for a result and no checks of the input."""
+    """The computation of `idml.model.Model` for uint8 images, with plain tensors as result and no checks."""
 
     def __init__(self, trunk: nn.Module, heads: dict[str, nn.Module]) -> None:
         super().__init__()
         self.trunk, self.heads = trunk, nn.ModuleDict(heads)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """One output for each head; the features themselves where there is none."""
+        """Return one output for each head; without heads, the features."""
         features = self.trunk(images / 255)
         return tuple(head(features) for head in self.heads.values()) or (features,)
 
@@ -55,8 +55,8 @@ def export_onnx(run: str | Path, out: str | Path) -> dict[str, Any]:
     """Write the model of ``run`` (a run folder, a model.safetensors, or ``pretrained``) to the ONNX file ``out``.
 
     Input ``images`` uint8 [n, channels, size, size], any n; outputs ``semantic`` [n, d] and ``uncertainty`` [n, d] (σ
-    for a PEL run; ``pretrained`` gives the trunk's features as ``semantic`` and no uncertainty). The new file is run on
-    made images first: unless it agrees with torch within 1e-4 of a row's largest value, nothing is written.
+    for a PEL run; ``pretrained`` gives the trunk's features as ``semantic`` and no uncertainty). The new file is first
+    run on test images: it is written only if it agrees with torch within 1e-4 of a row's largest value.
     """
     path = Path(out)
     if path.is_dir():
@@ -64,18 +64,18 @@ def export_onnx(run: str | Path, out: str | Path) -> dict[str, Any]:
     if path.suffix != ".onnx":
         raise ValueError(f"the name of an ONNX file ends in .onnx, got {path.name!r}")
     require("onnx", "onnxscript", "onnxruntime")
-    network, config, fingerprint = _network(run)
+    network, config, fingerprint = _load_network(run)
     size = sum(tensor.nbytes for tensor in network.state_dict().values())
     if size > LARGEST:
         raise ValueError(f"{run}: an ONNX file holds at most 2 GB, and the weights alone are {size / 2**30:.1f} GB")
-    images = _images(config)
+    images = _make_test_images(config)
     with torch.no_grad():
         expected = network(images)
     if not all(bool(torch.isfinite(x).all()) for x in expected):
         raise ValueError(f"{run}: the model gives NaN or infinity on ordinary images; there is nothing to export")
     names = list(network.heads) or ["semantic"]
-    path.parent.mkdir(parents=True, exist_ok=True)  # a place that will not do shows before the slow part
-    data = _translated(network, images, names, config, fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)  # an unusable place is an error before the slow part
+    data = _convert(network, images, names, config, fingerprint)
     difference = _difference(data, images, dict(zip(names, expected, strict=True)))
     if not difference <= TOLERANCE:  # also true for NaN
         raise ValueError(f"{run}: ONNX Runtime and torch differ by {difference:.1e} (at most {TOLERANCE} is allowed)")
@@ -91,13 +91,13 @@ def export_onnx(run: str | Path, out: str | Path) -> dict[str, Any]:
 
 
 def read_onnx(path: Path) -> OnnxFile:
-    """The file ``path`` if `export_onnx` wrote it and it is sound; else a ``ValueError`` that says what is wrong."""
+    """Read a file that `export_onnx` wrote; any other or damaged file is a ``ValueError``."""
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} is larger than an ONNX file can be (2 GB)")
     data = path.read_bytes()
     length = len(_checksum(b""))
     if data[-length:][:-64] != _checksum(b"")[:-64]:
-        raise ValueError(f"{path} is not a whole file of `idml export`")
+        raise ValueError(f"{path} is not a complete file of `idml export`")
     if data[-length:] != _checksum(data[:-length]):
         raise ValueError(f"{path} is damaged: its checksum does not fit")
     onnx = import_module("onnx")
@@ -109,7 +109,7 @@ def read_onnx(path: Path) -> OnnxFile:
         if [output.name for output in model.graph.output] not in (["semantic"], ["semantic", "uncertainty"]):
             raise ValueError("its outputs have other names")
         file = OnnxFile(data, told["idml.fingerprint"], ModelConfig(**json.loads(told["idml.config"])))
-    except Exception as error:  # whatever the parsers raise
+    except Exception as error:  # the parsers can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} is not an ONNX file that this version can read ({reason})") from None
     external = onnx.TensorProto.EXTERNAL
@@ -119,26 +119,26 @@ def read_onnx(path: Path) -> OnnxFile:
 
 
 def open_session(data: bytes) -> Any:
-    """ONNX Runtime on the CPU with as many threads as torch uses."""
+    """Open a model in ONNX Runtime on the CPU, with as many threads as torch uses."""
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4  # what goes wrong is raised
+    options.log_severity_level = 4  # errors are raised instead
     try:
         return runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # it has a dozen kinds of its own
+    except Exception as error:  # it has many exception types of its own
         raise ValueError(f"ONNX Runtime cannot use the exported model ({str(error).splitlines()[0]})") from None
 
 
 def run_session(session: Any, images: Tensor) -> dict[str, Tensor]:
-    """The outputs by name for uint8 images [n, channels, size, size]."""
+    """Return the outputs by name for uint8 images [n, channels, size, size]."""
     names = [output.name for output in session.get_outputs()]
     found = session.run(names, {"images": images.numpy()})
     return {name: torch.from_numpy(x) for name, x in zip(names, found, strict=True)}
 
 
 def require(*libraries: str) -> None:
-    """Raise a ``ValueError`` that says how to get these libraries if one of them is missing."""
+    """Raise a ``ValueError`` that says how to install these libraries, if one of them is missing."""
     for name in libraries:
         try:
             import_module(name)
@@ -146,8 +146,8 @@ def require(*libraries: str) -> None:
             raise ValueError(f"{name} cannot be used ({error}); pip install 'idml[onnx]'") from None
 
 
-def _network(run: str | Path) -> tuple[_Network, ModelConfig, str]:
-    """The network on the CPU, ready for use, with its configuration and fingerprint."""
+def _load_network(run: str | Path) -> tuple[_Network, ModelConfig, str]:
+    """Load the network on the CPU, with its configuration and fingerprint."""
     fingerprint = fingerprint_of(run)
     if str(run) == PRETRAINED:
         trunk = build_trunk(PACKAGED, pretrained=True)
@@ -155,17 +155,17 @@ def _network(run: str | Path) -> tuple[_Network, ModelConfig, str]:
         return _Network(trunk, {}).eval(), config, fingerprint
     model = load_model(run)
     size = model.trunk.image_size
-    # a model that was never trained fixes the scale of u on the first image: the one that the torch embedder shows it
+    # a model that was never trained fixes the scale of u on its first image: the same one as in the torch embedder
     model.embed(torch.full((1, model.config.in_chans, size, size), 128, dtype=torch.uint8))
     if not bool(model.uncertainty.started):
-        raise ValueError(f"{run}: the model was never trained, and a grey image does not tell the scale of its u")
+        raise ValueError(f"{run}: the model was never trained, and the scale of u cannot be set with a grey image")
     heads = {"semantic": model.semantic, "uncertainty": model.uncertainty}
     return _Network(model.trunk, heads).eval(), model.config, fingerprint
 
 
-def _translated(network: _Network, images: Tensor, names: list[str], config: ModelConfig, fingerprint: str) -> bytes:
+def _convert(network: _Network, images: Tensor, names: list[str], config: ModelConfig, fingerprint: str) -> bytes:
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # about how torch will change
+        warnings.simplefilter("ignore")  # deprecations inside torch
         program = torch.onnx.export(
             network,
             (images,),
@@ -179,7 +179,7 @@ def _translated(network: _Network, images: Tensor, names: list[str], config: Mod
         )
     assert program is not None
     model = program.model_proto
-    for part in _parts(model):  # torch notes where on this machine the code of each operation lies
+    for part in _parts(model):  # torch stores the local path of each operation's source code
         for field in ("metadata_props", "doc_string"):
             if field in part.DESCRIPTOR.fields_by_name:
                 part.ClearField(field)
@@ -197,7 +197,7 @@ def _translated(network: _Network, images: Tensor, names: list[str], config: Mod
 
 
 def _checksum(body: bytes) -> bytes:
-    """One more entry of metadata: protobuf messages written one after the other are read as one."""
+    """Build one more metadata entry: protobuf reads concatenated messages as one message."""
     model = import_module("onnx").ModelProto()
     model.metadata_props.add(key=_CHECKSUM, value=hashlib.sha256(body).hexdigest())
     data: bytes = model.SerializeToString()
@@ -205,7 +205,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _parts(message: Any) -> Iterator[Any]:
-    """A protobuf message and all messages within it."""
+    """Yield a protobuf message and all messages within it."""
     yield message
     for field, value in message.ListFields():
         if field.message_type is not None:
@@ -213,8 +213,8 @@ def _parts(message: Any) -> Iterator[Any]:
                 yield from _parts(part)
 
 
-def _images(config: ModelConfig) -> Tensor:
-    """What a new file is tried on: noise, smooth pictures, black, white, and half of each."""
+def _make_test_images(config: ModelConfig) -> Tensor:
+    """Make test images for a new file: noise, smooth pictures, black, white, and half of each."""
     size, generator = int(config.image_size or 0), torch.Generator().manual_seed(0)
     noise = torch.rand(2, config.in_chans, size, size, generator=generator)
     coarse = torch.rand(3, config.in_chans, 4, 4, generator=generator)
@@ -225,7 +225,7 @@ def _images(config: ModelConfig) -> Tensor:
 
 
 def _difference(data: bytes, images: Tensor, expected: dict[str, Tensor]) -> float:
-    """The largest difference to torch, as a share of its row's largest value, in a batch and alone."""
+    """Return the largest difference to torch, as a share of its row's largest value, in a batch and alone."""
     session, worst = open_session(data), torch.tensor(0.0)
     for part in (slice(None), slice(1)):
         for name, found in run_session(session, images[part]).items():

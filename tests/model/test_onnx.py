@@ -176,7 +176,7 @@ def test_a_file_that_differs_from_torch_is_not_written(small, tmp_path, monkeypa
 
         monkeypatch.setattr(export, "run_session", run)
 
-    monkeypatch.setattr(export, "_translated", lambda *_: data)
+    monkeypatch.setattr(export, "_convert", lambda *_: data)
     for factor in (1.001, float("nan")):
         wrong(factor)
         refused("ONNX Runtime and torch differ by", small.parent, tmp_path / "model.onnx")
@@ -221,12 +221,12 @@ def test_damage_is_noticed(small, tmp_path_factory):
     @given(st.integers(0, len(data) - 1))
     def cut(place):
         path.write_bytes(data[:place])
-        unreadable(path, "is not a whole file of `idml export`")
+        unreadable(path, "is not a complete file of `idml export`")
 
     flipped()
     cut()
     path.write_bytes(data + b"x")
-    unreadable(path, "is not a whole file of `idml export`")
+    unreadable(path, "is not a complete file of `idml export`")
 
 
 def test_files_of_others(tmp_path, small):
@@ -235,7 +235,7 @@ def test_files_of_others(tmp_path, small):
     plain.metadata_props.pop()
     for content in (b"", b"\x80\x04\x95", b"PK\x03\x04", b"x" * 5000, plain.SerializeToString()):
         path.write_bytes(content)
-        unreadable(path, "is not a whole file of `idml export`")
+        unreadable(path, "is not a complete file of `idml export`")
 
 
 def sealed(path, model):
@@ -291,14 +291,14 @@ def test_external_data_is_refused_unread(tmp_path, small, where):
 def test_a_model_that_was_never_trained_starts_as_in_the_torch_embedder(tmp_path):
     save_model(build_model("conv4", embedding_dim=8, image_size=28), tmp_path)
     images = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in pictures(load_model(tmp_path).config, 5)]
-    network, _, _ = export._network(tmp_path)
+    network, _, _ = export._load_network(tmp_path)
     _, found = network(torch.stack([prepare_image(image, 28) for image in images]))
     wanted = open_embedder(tmp_path).embed(images).uncertainty
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_pretrained_is_the_trunk_of_the_torch_embedder():
-    network, config, fingerprint = export._network("pretrained")
+    network, config, fingerprint = export._load_network("pretrained")
     embedder = open_embedder("pretrained")
     assert (list(network.heads), fingerprint) == ([], embedder.fingerprint)
     assert (config.embedding_dim, config.image_size) == (embedder.dimensions, 224)
