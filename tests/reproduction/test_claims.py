@@ -200,8 +200,8 @@ def test_what_u_tells():
 
 @pytest.mark.parametrize(("data", "diamonds"), [("cub", 1), ("glyphs", 0)])
 def test_the_drawing_of_gains_has_the_papers_beside_ours(data, diamonds):
-    told = found(data=data, idml=runs(0.55, 0.56), plain=runs(0.50, 0.51))
-    figure = plot_table("table1", Table("", tuple(at.arm for at in told.courses.values())), told)
+    seen = found(data=data, idml=runs(0.55, 0.56), plain=runs(0.50, 0.51))
+    figure = plot_table("table1", Table("", tuple(at.arm for at in seen.courses.values())), seen)
     (axes,) = figure.axes
     marked = [line for line in axes.lines if line.get_marker() == "D"]
     assert len(marked) == diamonds

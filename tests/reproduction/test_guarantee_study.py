@@ -75,19 +75,19 @@ def test_outcomes_against_loops(pool, labelled):
         error = len(wrong) / len(match) if match else 0.0
         away = [i for i in fresh if usual[i] <= 0.05 and p[i] < 0.5 and i not in match]
         assert counts == {
-            "promised": threshold is not None,
+            "guaranteed": threshold is not None,
             "answered": len(match) / 1200,
             "error": error,
-            "broken": error > target,
+            "violated": error > target,
             "fresh_answered": len(new),
             "fresh_wrong": len(set(new) & set(wrong)),
             "fresh_above": len(set(new) & set(wrong)) > target * len(new),
             "unknown": sum(not trial.known[i] for i in fresh),
             "known": sum(bool(trial.known[i]) for i in fresh),
-            "told": sum(not trial.known[i] for i in away),
-            "sent_away": sum(bool(trial.known[i]) for i in away),
+            "recognised": sum(not trial.known[i] for i in away),
+            "rejected": sum(bool(trial.known[i]) for i in away),
         }
-    assert seen["0.2"]["promised"]
+    assert seen["0.2"]["guaranteed"]
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +107,12 @@ def measured(pool):
 def test_guarantees_by_image_hold(measured):
     for result in measured.values():
         for gallery in GALLERIES:
-            for total in result["promises"][gallery]["image"].values():
-                assert binom.sf(total["broken"] - 1, ROUNDS, DELTA) > 0.001
-                assert total["sent_away"] <= 0.08 * total["known"]  # 5 % asked
-    assert measured[0.0]["promises"]["labelled"]["image"]["0.2"]["promised"] == ROUNDS
-    assert measured[0.5]["promises"]["labelled"]["image"]["0.2"]["told"] > 0
-    assert measured[0.0]["promises"]["labelled"]["image"]["0.2"]["unknown"] == 0
+            for total in result["guarantees"][gallery]["image"].values():
+                assert binom.sf(total["violated"] - 1, ROUNDS, DELTA) > 0.001
+                assert total["rejected"] <= 0.08 * total["known"]  # 5 % asked
+    assert measured[0.0]["guarantees"]["labelled"]["image"]["0.2"]["guaranteed"] == ROUNDS
+    assert measured[0.5]["guarantees"]["labelled"]["image"]["0.2"]["recognised"] > 0
+    assert measured[0.0]["guarantees"]["labelled"]["image"]["0.2"]["unknown"] == 0
 
 
 def test_tables(measured):
@@ -121,25 +121,25 @@ def test_tables(measured):
     assert len(rows) == len(GALLERIES) * 2 * len(ERRORS)
     assert all(len(row) == len(header) for row in rows)
     row = next(r for r in rows if r[:3] == ["labelled", "50%", "20%"])
-    total = measured[0.5]["promises"]["labelled"]["image"]["0.2"]
+    total = measured[0.5]["guarantees"]["labelled"]["image"]["0.2"]
     assert row[3:6] == [
-        f"{total['promised'] / ROUNDS:.1%}", f"{total['answered'] / ROUNDS:.1%}",
+        f"{total['guaranteed'] / ROUNDS:.1%}", f"{total['answered'] / ROUNDS:.1%}",
         f"{total['fresh_wrong'] / total['fresh_answered']:.1%}",
     ]  # fmt: skip
-    assert row[12] == f"{total['told'] / total['unknown']:.1%}"
+    assert row[12] == f"{total['recognised'] / total['unknown']:.1%}"
     assert next(r for r in rows if r[1] == "0%")[12] == "–"
     often = json.loads(json.dumps(results))
-    often[0]["promises"]["labelled"]["class"]["0.05"]["broken"] = 0.75 * ROUNDS
+    often[0]["guarantees"]["labelled"]["class"]["0.05"]["violated"] = 0.75 * ROUNDS
     assert next(r[:3] for r in guarantee_table(often)[1] if r[11].endswith("*")) == ["labelled", "0%", "5%"]
-    total = measured[0.5]["promises"]["unlabelled"]["class"]["0.1"]
+    total = measured[0.5]["guarantees"]["unlabelled"]["class"]["0.1"]
     row = next(r for r in rows if r[:3] == ["unlabelled", "50%", "10%"])
-    assert row[8:10] == [f"{total[name] / ROUNDS:.1%}" for name in ("promised", "answered")]
+    assert row[8:10] == [f"{total[name] / ROUNDS:.1%}" for name in ("guaranteed", "answered")]
     header, rows = against_table(results)
     assert [row[:3] for row in rows] == [[g, s, "0"] for g in GALLERIES for s in ("0%", "50%")]
     assert [row[8] for row in rows] == ["1", "3", "1", "3"]
     drawn = often[1]["scores"]["labelled"]
-    for told, (value, high) in zip(drawn, ((-0.01, -0.005), (-0.02, 0.005), (0.06, 0.07)), strict=True):
-        told["gain"]["r_auroc"], told["gain"]["intervals"]["r_auroc"] = value, [-0.03, high]
+    for draw, (value, high) in zip(drawn, ((-0.01, -0.005), (-0.02, 0.005), (0.06, 0.07)), strict=True):
+        draw["gain"]["r_auroc"], draw["gain"]["intervals"]["r_auroc"] = value, [-0.03, high]
     assert against_table(often)[1][1][6:7] == ["+0.010 [-0.030, +0.023]"]
     assert against_table(often)[1][1][9] == "2 (1)"
     header, rows = score_table([*results, *results])

@@ -241,7 +241,7 @@ class Gain:
             return Verdict(word, reason)
         weight = mean_weight(runs)
         if change.low > 0 and weight is not None and weight > SAME_AS_PLAIN and mean_weight(over) is None:
-            return Verdict(NOT_CONFIRMED, f"{reason}; but a mean weight of {weight:.3f} is plain in disguise")
+            return Verdict(NOT_CONFIRMED, f"{reason}; but a mean weight of {weight:.3f} is almost plain")
         word = CONFIRMED if change.low > 0 else NOT_CONFIRMED if change.high < worth else CANNOT_TELL
         return Verdict(word, reason)
 

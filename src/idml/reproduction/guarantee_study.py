@@ -42,7 +42,7 @@ from idml.training.config import TrainConfig
 ERRORS, SHARES, ROUNDS, DELTA = (0.05, 0.1, 0.2), (0.0, 0.25, 0.5), 200, 0.1
 COMPARED = 10  # rounds in which P is compared with every score
 GALLERIES, SAMPLES = ("labelled", "unlabelled"), ("image", "class")
-SENT_AWAY = 0.05  # the share of known queries that may be told "not in the collection"
+REJECTED = 0.05  # the share of known queries that may be answered with "not in the collection"
 
 
 # -------------------- rounds --------------------
@@ -73,7 +73,7 @@ def measure_guarantee(config: TrainConfig, run: Path, dataset: Dataset, _: objec
 def measure_share(pool: QueryPool, share: float, rounds: int, report: Progress = silent) -> dict[str, Any]:
     """Return what happens to the guarantees at one share of unknown queries, and what P is worth there.
 
-    ``promises``: for each gallery, sample and target error rate the sums over the rounds of `count_outcomes`;
+    ``guarantees``: for each gallery, sample and target error rate the sums over the rounds of `count_outcomes`;
     ``scores``: what `compare_scores` finds for each gallery in each of the first ten rounds (with no unknown classes,
     where all rounds have the same queries, in the first).
     """
@@ -105,7 +105,7 @@ def measure_share(pool: QueryPool, share: float, rounds: int, report: Progress =
         "queries": len(initial),
         "classes": len(initial.labels.unique()),
         "right": float(initial.correct.double().mean()),
-        "promises": sums,
+        "guarantees": sums,
         "scores": scores,
     }
 
@@ -127,13 +127,13 @@ def draw_sample(trial: OpenSetQueries, sample: str, generator: torch.Generator) 
 def count_outcomes(found: Calibration, trial: OpenSetQueries, rows: Tensor) -> dict[str, dict[str, float]]:
     """What a calibration on the queries ``rows`` does, for each target error rate.
 
-    ``promised``: 1 or 0; ``answered``: the share of all queries; ``error``: the true error rate (0 if nothing is
-    answered); ``broken``: it is above the target one; of the fresh queries how many are answered, answered wrong, and
-    whether these exceed the target rate; how many are unknown, and of these told so; how many known, and sent away.
+    ``guaranteed``: 1 or 0; ``answered``: the share of all queries; ``error``: the true error rate (0 if nothing is
+    answered); ``violated``: it is above the target; of the fresh queries how many are answered, answered wrong, and
+    whether these exceed the target rate; how many are unknown, and of these recognised; how many known, and rejected.
     """
     fresh = torch.ones(len(trial), dtype=torch.bool)
     fresh[rows] = False
-    p, far, out = found.probability(trial.evidence), found.absent(trial.evidence, SENT_AWAY), {}
+    p, far, out = found.probability(trial.evidence), found.absent(trial.evidence, REJECTED), {}
     for target in ERRORS:
         threshold = found.find_guarantee(target, 1 - DELTA).threshold
         match = p >= threshold if threshold is not None else torch.zeros_like(fresh)
@@ -142,16 +142,16 @@ def count_outcomes(found: Calibration, trial: OpenSetQueries, rows: Tensor) -> d
         error = int(wrong.sum()) / max(1, answered)
         counted = {"unknown": ~trial.known & fresh, "known": trial.known & fresh}
         out[f"{target:g}"] = {
-            "promised": float(threshold is not None),
+            "guaranteed": float(threshold is not None),
             "answered": answered / len(trial),
             "error": error,
-            "broken": float(error > target),
+            "violated": float(error > target),
             "fresh_answered": float(new),
             "fresh_wrong": float(new_wrong),
             "fresh_above": float(new_wrong > target * new),
             **{name: float(mask.sum()) for name, mask in counted.items()},
-            "told": float((counted["unknown"] & far & ~match).sum()),
-            "sent_away": float((counted["known"] & far & ~match).sum()),
+            "recognised": float((counted["unknown"] & far & ~match).sum()),
+            "rejected": float((counted["known"] & far & ~match).sum()),
         }
     return out
 
@@ -178,36 +178,36 @@ def guarantee_tables(rows: list[Row]) -> list[StudyTable]:
 def guarantee_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
     """A row for each gallery, share of unknown queries and target error rate, samples by image and by class beside it.
 
-    "Broken" has its 95 % interval (Clopper–Pearson); it is starred where that lies above δ.
+    "Violated" has its 95 % interval (Clopper–Pearson); it is starred where that lies above δ.
     """
     header = [
-        "gallery", "unknown", "wished error", "by image: promised", "answered", "wrong among fresh", "broken",
-        "fresh above", "by class: promised", "answered", "wrong among fresh", "broken", "unknown told",
-        "known sent away",
+        "gallery", "unknown", "target error", "by image: guaranteed", "answered", "wrong among fresh", "violated",
+        "fresh above target", "by class: guaranteed", "answered", "wrong among fresh", "violated",
+        "unknown recognised", "known rejected",
     ]  # fmt: skip
     rows = []
     for gallery, share, group in _groups(results):
         rounds = sum(r["rounds"] for r in group)
-        for target in group[0]["promises"][gallery]["image"]:
+        for target in group[0]["guarantees"][gallery]["image"]:
             image, by_class = (_total(group, gallery, sample, target) for sample in ("image", "class"))
-            told = _share(image["told"], image["unknown"]), _share(image["sent_away"], image["known"])
+            open_set = _share(image["recognised"], image["unknown"]), _share(image["rejected"], image["known"])
             above = _share(image["fresh_above"], rounds)
-            cells = [*_violations(image, rounds), above, *_violations(by_class, rounds), *told]
+            cells = [*_violations(image, rounds), above, *_violations(by_class, rounds), *open_set]
             rows.append([gallery, f"{share:.0%}", f"{float(target):.0%}", *cells])
     return header, rows
 
 
 def _total(group: list[Row], gallery: str, sample: str, target: str) -> dict[str, float]:
     """What was counted in all rounds of all seeds."""
-    parts = [result["promises"][gallery][sample][target] for result in group]
+    parts = [result["guarantees"][gallery][sample][target] for result in group]
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def _violations(total: dict[str, float], rounds: int) -> list[str]:
-    low, high = clopper_pearson(round(total["broken"]), rounds)
-    broken = f"{total['broken'] / rounds:.1%} [{low:.1%}, {high:.1%}]" + (" *" if low > DELTA else "")
-    shares = [_share(total[name], rounds) for name in ("promised", "answered")]
-    return [*shares, _share(total["fresh_wrong"], total["fresh_answered"]), broken]
+    low, high = clopper_pearson(round(total["violated"]), rounds)
+    violated = f"{total['violated'] / rounds:.1%} [{low:.1%}, {high:.1%}]" + (" *" if low > DELTA else "")
+    shares = [_share(total[name], rounds) for name in ("guaranteed", "answered")]
+    return [*shares, _share(total["fresh_wrong"], total["fresh_answered"]), violated]
 
 
 def against_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -223,14 +223,14 @@ def against_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
     for gallery, share, group in _groups(results):
         for result in group:
             drawn = result["scores"][gallery]
-            gains = [told["gain"] for told in drawn]
-            names = [told["best"] for told in drawn]
-            singles = [told["scores"][told["best"]] for told in drawn]
-            own = _means([told["scores"][P_RIGHT] for told in drawn], "r_auroc", span=False)
+            gains = [draw["gain"] for draw in drawn]
+            names = [draw["best"] for draw in drawn]
+            singles = [draw["scores"][draw["best"]] for draw in drawn]
+            own = _means([draw["scores"][P_RIGHT] for draw in drawn], "r_auroc", span=False)
             single = [max(sorted(set(names)), key=names.count), _means(singles, "r_auroc", span=False)]
             saved = [_means(gains, "r_auroc", sign=True), _means(gains, "augrc", 1000.0, sign=True)]
             counts = [str(len(gains)), _below(gains, "r_auroc"), _below(gains, "augrc")]
-            of_u = _means([told["gain_of_u"] for told in drawn], "r_auroc", sign=True)
+            of_u = _means([draw["gain_of_u"] for draw in drawn], "r_auroc", sign=True)
             rows.append([gallery, f"{share:.0%}", str(result["seed"]), own, *single, *saved, *counts, of_u])
     return header, rows
 
@@ -239,12 +239,12 @@ def score_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
     """R-AUROC, AUGRC and what tells unknown queries, for P, the mixes and every single score."""
     rows = []
     for gallery, share, group in _groups(results):
-        drawn = [told["scores"] for result in group for told in result["scores"][gallery]]
+        drawn = [draw["scores"] for result in group for draw in result["scores"][gallery]]
         for name in drawn[0]:
             found = [scores[name] for scores in drawn]
             figures = (("r_auroc", 1.0), ("augrc", 1000.0), ("unknown", 1.0))
             rows.append([gallery, f"{share:.0%}", name, *(_means(found, figure, factor) for figure, factor in figures)])
-    return ["gallery", "unknown", "score", "R-AUROC", "AUGRC × 1000", "tells unknown (AUROC)"], rows
+    return ["gallery", "unknown", "score", "R-AUROC", "AUGRC × 1000", "recognises unknown (AUROC)"], rows
 
 
 def _groups(results: list[Row]) -> list[tuple[str, float, list[Row]]]:
@@ -252,7 +252,7 @@ def _groups(results: list[Row]) -> list[tuple[str, float, list[Row]]]:
     shares = sorted({result["unknown"] for result in results})
     return [
         (gallery, share, [result for result in results if result["unknown"] == share])
-        for gallery in results[0]["promises"]
+        for gallery in results[0]["guarantees"]
         for share in shares
     ]
 

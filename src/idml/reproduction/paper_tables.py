@@ -285,7 +285,9 @@ def _margins(arms: Arms) -> Table:
     """Whether what a constant u gives contrastive is more than other margins give it."""
     loss = "contrastive"
     own, rows = _found(arms, loss), []
-    for pull, push in MARGINS if arms.regime.name == "frozen" else MARGINS[:2]:  # all are dear where more is trained
+    for pull, push in (
+        MARGINS if arms.regime.name == "frozen" else MARGINS[:2]
+    ):  # the others are expensive where more is trained
         words = (f"positive_margin={pull:g}", f"negative_margin={push:g}")
         rows.append(arms.arm(loss, "plain", f"plain, margins {pull:g} and {push:g}", loss_parameters=words))
     claims: list[Claim] = [Gain(f"{own.name} improves {LOSSES[loss]}", own.key)]

@@ -133,8 +133,16 @@ def _mean(runs: list[dict[str, Any]], key: str, digits: int) -> str:
 def _remark(course: Course, weight: float | None) -> str:
     if course.refused:
         return f"left out: {course.refused}"
-    words = ["plain in disguise"] if weight is not None and weight > SAME_AS_PLAIN else []
+    words = ["almost plain"] if weight is not None and weight > SAME_AS_PLAIN else []
     return "; ".join([*words, *([f"{course.left} runs missing"] if course.left else [])])
+
+
+def retired_commits(found: Found) -> str:
+    """Name the commits that made the runs of retired arms."""
+    runs = [run for at in found.courses.values() if at.arm.retired for run in at.runs.values()]
+    commits = list(dict.fromkeys(run["commit"] for run in sorted(runs, key=lambda run: str(run["date"]))))
+    more = f" and {len(commits) - 3} more (per_seed.csv has each)" if len(commits) > 3 else ""
+    return f"commit{'s' * (len(commits) > 1)} {', '.join(commits[:3])}{more}" if commits else ""
 
 
 def per_seed_csv(made: Table, found: Found) -> str:
@@ -183,19 +191,20 @@ table { width: max-content; max-width: calc(100vw - 4rem); font-size: .85rem; li
 td { max-width: 16rem } .confirmed { color: #176b2c } .not { color: #a3261b } .cannot, .missing { color: #666 }
 </style>"""
 _INTRO = (
-    "Made by `idml reproduce results` from the stored runs in results/cells-*, never by hand. The paper's figures are "
-    "of ResNet-50 at 224 pixels; ours, unless a heading says otherwise, of a much smaller network on smaller images: "
-    "differences between arms can be compared, levels cannot.",
-    "Every arm is trained at the same learning rates with seed 0; the one with the best MAP@R on held-out training "
-    "classes serves all seeds, and the epoch is chosen by the same score. A gain counts only over the better of the "
-    f"raw features and the plain arm. Intervals hold 95 % of {ROUNDS} rounds that draw classes and seeds together.",
-    "*weight* is the mean of e^(−x) over pairs at the end of training: above 0.98 the metric is plain in disguise. "
-    "*R-AUROC* is that of ‖u‖ for wrong nearest neighbours, *AUROC mixed* that for mixed against clean test images; "
-    "0.5 is chance, and arms that do not train u show what an untrained u gives. *held-out* is the MAP@R on held-out "
-    "training classes, the only figure by which anything is chosen.",
-    "A claim is *confirmed* if the interval of its gain in R@1 lies above 0 (and, for the metric, not in disguise). It "
-    "is *not confirmed* if the interval does not, and ends below half of the paper's gain (below half a point where "
-    "the paper gives none). Otherwise the table *cannot tell at this scale*.",
+    "`idml reproduce results` makes this page from the rows in results/; nothing is written by hand. It also writes "
+    "results.html, with plots. The paper's figures are those of ResNet-50 at 224 pixels. Ours, unless a heading says "
+    "otherwise, are those of a much smaller network on smaller images. Compare differences between arms, not levels.",
+    "All rows are of version {version} of the protocol. The images of CUB-200-2011 had 128 pixels on the short side.",
+    "With seed 0 every arm is trained at the same learning rates. The rate with the best MAP@R on held-out training "
+    "classes is used for all seeds, and the epoch is chosen by the same score. A gain counts only over the better of "
+    f"the raw features and the plain arm. Intervals are 95 % of {ROUNDS} rounds that draw classes and seeds together.",
+    "*weight* is the mean of e^(−x) over pairs at the end of training; above 0.98 the metric is *almost plain*. "
+    "*R-AUROC* is the AUROC of ‖u‖ for wrong nearest neighbours, *AUROC mixed* its AUROC for mixed against clean test "
+    "images; 0.5 is chance. Arms that do not train u show the figures of an untrained u. *held-out* is the MAP@R on "
+    "held-out training classes, the only figure by which anything is chosen.",
+    "A claim is *confirmed* if the interval of its gain in R@1 lies above 0 (and, for the metric, the weight is not "
+    "above 0.98). It is *not confirmed* if the interval does not, and ends below half of the paper's gain (below half "
+    "a point where the paper gives none). Otherwise the table *cannot tell at this scale*.",
 )
 
 
@@ -241,6 +250,7 @@ class Section:
         return (
             f"`idml reproduce {self.what} --data {spec}{option} --seeds {self.regime.seeds}`; {len(self.runs)} runs of "
             f"the chosen learning rates, {tested:,} test images, {hours:.1f} hours, {span}, on {machines}."
+            + (f" Retired arms were made by {commits}." if (commits := retired_commits(self.found)) else "")
         )
 
 
@@ -256,7 +266,7 @@ class Results:
     def verdict_tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Return the paper's claims and our own questions: for each a title with counts, the header and the rows."""
         tables = []
-        for title, own in (("The paper's claims", False), ("Questions of our own", True)):
+        for title, own in (("The paper's claims", False), ("Our own questions", True)):
             judged = dict.fromkeys(
                 (claim.text, section.place, verdict)
                 for section, claim, verdict in self.verdicts
@@ -316,12 +326,16 @@ def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, An
     }
 
 
+def _intro() -> list[str]:
+    return [text.replace("{version}", str(VERSION)) for text in _INTRO]
+
+
 def results_markdown(results: Results, out: Path) -> str:
     """Return the page as Markdown."""
-    parts = ["# Results", *_INTRO, "The same with plots: [results.html](results.html)."]
+    parts = ["# Results", *_intro()]
     for title, header, rows in results.verdict_tables():
         parts += [f"## {title}", markdown_table(header, rows)]
-    parts += [results.missing_line(), f"Version {VERSION} of the protocol."]
+    parts.append(results.missing_line())
     for section in results.sections:
         parts += [f"## {section.name}", section.facts(), markdown_table(*section.columns)]
     for drawn in figures_without_runs(out):
@@ -334,11 +348,11 @@ def _results_html(results: Results, out: Path) -> bytes:
     titles = [*(s.name for s in results.sections), *(drawn.title for drawn in shapes)]
     links = [f"<li><a href='#{i}'>{html.escape(title)}</a></li>" for i, title in enumerate(titles)]
     heads = (f"<h2 id='{i}'>{html.escape(title)}</h2>" for i, title in enumerate(titles))
-    parts = [_STYLE, "<h1>Results</h1>", *map(prose, _INTRO)]
+    parts = [_STYLE, "<h1>Results</h1>", *map(prose, _intro())]
     parts += [f"<details><summary>{len(titles)} tables and figures</summary><ul>{''.join(links)}</ul></details>"]
     for title, header, rows in results.verdict_tables():
         parts += [f"<h2>{html.escape(title)}</h2>", colour_verdicts(table(header, rows))]
-    parts += [prose(results.missing_line()), prose(f"Version {VERSION} of the protocol.")]
+    parts.append(prose(results.missing_line()))
     for section in results.sections:
         parts += [next(heads), prose(section.facts())]
         if (figure := plot_table(section.what, section.table, section.found)) is not None:

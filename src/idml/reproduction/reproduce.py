@@ -14,7 +14,15 @@ from idml.reproduction.figures import STEP, measure_step, metric_figures, step_c
 from idml.reproduction.guarantee_study import GUARANTEE
 from idml.reproduction.paper_tables import RETIRED, TABLES, Table
 from idml.reproduction.regimes import Arms, Regime, regime_for
-from idml.reproduction.render import found_of, per_seed_csv, stored_regimes, table_columns, write_results, write_table
+from idml.reproduction.render import (
+    found_of,
+    per_seed_csv,
+    retired_commits,
+    stored_regimes,
+    table_columns,
+    write_results,
+    write_table,
+)
 from idml.reproduction.runner import (
     Cell,
     Course,
@@ -143,21 +151,13 @@ def _show_retired(
             if any(arm.retired for arm in table.arms):
                 note(
                     f"{what} is retired: idml no longer has its options; stored rows of {place}, {own.name}, made by "
-                    f"{_commits(found)}"
+                    f"{retired_commits(found)}"
                 )
                 shown.append(_write_table(what, table, found, own, out))
     if not shown:
         places = f" of {kind or 'any data set'}" + (f", {regime}" if regime else "")
         raise ValueError(f"{what} is retired (idml no longer has its options), and {out} holds no rows{places}")
     return {**shown[0], "table": "\n\n".join(each["table"] for each in shown)}
-
-
-def _commits(found: Found) -> str:
-    """The commits that made the runs of retired arms."""
-    runs = [run for at in found.courses.values() if at.arm.retired for run in at.runs.values()]
-    commits = list(dict.fromkeys(run["commit"] for run in sorted(runs, key=lambda run: str(run["date"]))))
-    more = f" and {len(commits) - 3} more (per_seed.csv has each)" if len(commits) > 3 else ""
-    return f"commit{'s' * (len(commits) > 1)} {', '.join(commits[:3])}{more}"
 
 
 def _write_table(what: str, table: Table, found: Found, regime: Regime, out: Path) -> dict[str, Any]:
