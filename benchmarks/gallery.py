@@ -25,7 +25,7 @@ from torch import Tensor
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Item, Properties
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 
 K, MANY = 10, 256
 
@@ -50,7 +50,7 @@ def turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list
     return times
 
 
-def fill(engine: EmbeddedEngine, vectors: Tensor, u: Tensor, batch: int) -> list[float]:
+def fill(engine: SqliteEngine, vectors: Tensor, u: Tensor, batch: int) -> list[float]:
     """Add all rows; how long each batch took."""
     times = []
     for first in range(0, len(vectors), batch):
@@ -69,13 +69,13 @@ def measure(folder: Path, rows: int, dimensions: int, batch: int, uncertainty: b
     vectors, queries = unit(rows, dimensions, 0), unit(MANY, dimensions, 1)
     u, v = (0.05 * unit(n, dimensions if uncertainty else 1, 2) for n in (rows, MANY))
     properties = Properties("benchmark", dimensions, dimensions if uncertainty else 0)
-    with EmbeddedEngine.create(folder / "g", properties) as engine:
+    with SqliteEngine.create(folder / "g", properties) as engine:
         times = fill(engine, vectors, u, batch)
         again = sum(fill(engine, vectors[:batch], u[:batch], batch))
         one = fill(engine, unit(5, dimensions, 3), u[:5], 1)
     size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    opening = statistics.median(timed(lambda: EmbeddedEngine.open(folder / "g").close()) for _ in range(3))
-    engine = EmbeddedEngine.open(folder / "g")
+    opening = statistics.median(timed(lambda: SqliteEngine.open(folder / "g").close()) for _ in range(3))
+    engine = SqliteEngine.open(folder / "g")
     first = timed(lambda: engine.search(Embeddings.certain(queries[:1]), K))
     index = faiss.IndexFlatIP(dimensions)
     index.add(vectors.numpy())

@@ -132,21 +132,21 @@ class Ours(Contender):
 class Embedded(Ours):
     """The engine of galleries in a folder; exact."""
 
-    needs = ("idml.search.engines.embedded",)
+    needs = ("idml.search.engines.sqlite",)
 
     def fill(self) -> Iterator[Figures]:
         """As a writer, who forces every batch to the disk."""
         from idml.search.engines import Properties
-        from idml.search.engines.embedded import EmbeddedEngine
+        from idml.search.engines.sqlite import SqliteEngine
 
-        with EmbeddedEngine.create(self.place, Properties("benchmark", self.size.dims)) as engine:
+        with SqliteEngine.create(self.place, Properties("benchmark", self.size.dims)) as engine:
             yield from self._filled(engine)
 
     def open(self) -> None:
         """As a reader."""
-        from idml.search.engines.embedded import EmbeddedEngine
+        from idml.search.engines.sqlite import SqliteEngine
 
-        self.engine = EmbeddedEngine.open(self.place)
+        self.engine = SqliteEngine.open(self.place)
 
 
 class Milvus(Ours):

@@ -1,6 +1,9 @@
 """`idml index`, `gallery` and `search` from the command line: JSON on the last line, mistakes in one."""
 
 import json
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np

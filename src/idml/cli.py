@@ -224,12 +224,11 @@ def add_commands(commands: Commands) -> None:
     _runtime(indexing)
 
     keeping = _command(commands, "gallery", _gallery, "look after a gallery")
-    keeping.add_argument("action", choices=["list", "remove", "label", "verify", "compact"])
+    keeping.add_argument("action", choices=["list", "remove", "label", "verify", "compact", "backup"])
     keeping.add_argument("place", metavar="GALLERY", help="a folder, or milvus://host:port/collection")
-    keeping.add_argument("ids", metavar="ID", nargs="*", help="items to remove or label")
+    keeping.add_argument("ids", metavar="ID", nargs="*", help="items to remove or label; for backup, the file to write")
     keeping.add_argument("--label", metavar="LABEL", help="for the action label; left out, labels are taken away")
     keeping.add_argument("--run", metavar="RUN", help="the run of a Milvus gallery")
-    keeping.add_argument("--salvage", action="store_true", help="let compact drop what verify calls damaged")
 
     asking = _command(commands, "search", _search, "look images up in a gallery")
     asking.add_argument("place", metavar="GALLERY", help="a folder, or milvus://host:port/collection")
@@ -341,9 +340,7 @@ def _gallery(options: argparse.Namespace) -> int:
             items = len(gallery)
         _show({"changed": changed, "items": items}, options.json, [f"{changed:,} changed, {items:,} items"])
         return 0
-    with open_engine(
-        place, run=run, write=action == "compact", salvage=action == "verify" or options.salvage
-    ) as engine:
+    with open_engine(place, run=run, write=action == "compact") as engine:
         if action == "list":
             listed = [{"id": i.id, "path": i.path, "label": i.label} for i in engine.items()]
             _show({"items": listed}, options.json, [f"{i['id']}  {i['label'] or '-'}  {i['path']!r}" for i in listed])
@@ -351,6 +348,12 @@ def _gallery(options: argparse.Namespace) -> int:
             problems = [str(problem) for problem in engine.verify()]
             _show({"problems": problems}, options.json, problems or [f"all {len(engine):,} items are sound"])
             return 2 if problems else 0
+        elif action == "backup":
+            if len(options.ids) != 1:
+                raise ValueError(f"name one file to write: idml gallery backup {place} FILE")
+            engine.backup(options.ids[0])
+            items = len(engine)
+            _show({"file": options.ids[0], "items": items}, options.json, [f"{items:,} items in {options.ids[0]}"])
         else:
             given = engine.compact()
             lines = [f"{given:,} removed items given back, {len(engine):,} items"]

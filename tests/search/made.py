@@ -11,7 +11,7 @@ import torch
 
 from idml.embeddings import Embeddings
 from idml.search.engines import Item, Properties
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 
 D, U = 4, 3
 PROPERTIES = Properties(model="a model", dimensions=D, uncertainty=U)
@@ -103,7 +103,7 @@ def expected_after(changes):
 
 def made(path, changes=0):
     """A gallery after so many changes, open for writing."""
-    engine, expected = EmbeddedEngine.create(path, PROPERTIES), Expected()
+    engine, expected = SqliteEngine.create(path, PROPERTIES), Expected()
     for number in range(changes):
         make_change(number, expected, engine)
     return engine

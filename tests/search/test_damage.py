@@ -12,7 +12,7 @@ from made import batch, made, state
 
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Added, DamagedGallery
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.log import START, Log
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
@@ -30,7 +30,7 @@ def small(path):
 
 def everything(path):
     """All that can be read of a gallery."""
-    with EmbeddedEngine.open(path) as engine:
+    with SqliteEngine.open(path) as engine:
         _, queries, _ = batch((1, 0), (3, 0))
         found = [engine.search(queries, 3, metric) for metric in (None, IntrospectiveMetric())]
         return state(engine), [(f.ids, f.distances.tolist()) for f in found]
@@ -53,22 +53,22 @@ def test_every_truncation_of_the_last_record(tmp_path):
     new = log.read_bytes()
     for length in range(len(old), len(new)):
         log.write_bytes(old[:START] + new[START:length])  # killed: nobody was told
-        with EmbeddedEngine.open(path) as reader:
+        with SqliteEngine.open(path) as reader:
             assert state(reader) == before
             assert reader.verify() == []
         assert log.stat().st_size == length  # a reader repairs nothing
         if length % 16 == 0:
-            with EmbeddedEngine.open(path, write=True) as writer:
+            with SqliteEngine.open(path, write=True) as writer:
                 assert state(writer) == before
                 assert log.read_bytes() == old
                 writer.add(*batch((5, 0)))
                 assert state(writer) == after
         log.write_bytes(new[:length])  # acknowledged
         with pytest.raises(DamagedGallery, match=rf"items\.log is damaged at byte {len(old)}"):
-            EmbeddedEngine.open(path, write=bool(length % 2))
+            SqliteEngine.open(path, write=bool(length % 2))
         assert log.read_bytes() == new[:length]
     log.write_bytes(old[:START] + new[START:])
-    with EmbeddedEngine.open(path) as reader:  # whole, though its slot was not written
+    with SqliteEngine.open(path) as reader:  # whole, though its slot was not written
         assert state(reader) == after
 
 
@@ -81,9 +81,9 @@ def test_rubbish_behind_the_last_record(tmp_path):
     sound = log.read_bytes()
     for rubbish in (bytes(4096), b"\xffrec" * 9, os.urandom(333), sound[START : START + 40]):
         log.write_bytes(sound + rubbish)
-        with EmbeddedEngine.open(path) as reader:
+        with SqliteEngine.open(path) as reader:
             assert state(reader) == before
-        EmbeddedEngine.open(path, write=True).close()
+        SqliteEngine.open(path, write=True).close()
         assert log.read_bytes() == sound
 
 
@@ -113,7 +113,7 @@ def test_every_flipped_byte_is_found_or_harmless(tmp_path):
             if said:
                 assert file.name in said
             if said and file.name != "current.json":
-                with EmbeddedEngine.open(path, salvage=True) as engine:
+                with SqliteEngine.open(path, salvage=True) as engine:
                     assert any(file.name in problem.file for problem in engine.verify())
         file.write_bytes(content)
     assert harmless == {
@@ -135,7 +135,7 @@ def test_a_damaged_item_is_named_and_can_be_mended(tmp_path, name):
     content[-3] ^= 4  # of the last item that has such a thing
     item = "i2" if name == "thumbnails.bin" else "i4"
     file.write_bytes(content)
-    for opened in (engine, EmbeddedEngine.open(path)):  # also one that was open all the time
+    for opened in (engine, SqliteEngine.open(path)):  # also one that was open all the time
         (problem,) = opened.verify()
         assert (problem.file, problem.item) == (str(file), item)
         with pytest.raises(DamagedGallery, match=rf"{name}, item '{item}': the .* is damaged"):
@@ -174,7 +174,7 @@ def test_a_damaged_item_is_found_though_it_would_not_be_returned(tmp_path):
     with (generation(path) / "semantic.f32").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    with EmbeddedEngine.open(path) as engine, pytest.raises(DamagedGallery, match="item 'i4'"):
+    with SqliteEngine.open(path) as engine, pytest.raises(DamagedGallery, match="item 'i4'"):
         engine.search(batch((2, 0))[1], 1)
 
 
@@ -208,8 +208,8 @@ def test_salvage_keeps_what_is_sound(tmp_path):
     vectors[16] ^= 1  # i2
     (folder / "semantic.f32").write_bytes(vectors)
     with pytest.raises(DamagedGallery, match=r"items\.log"):
-        EmbeddedEngine.open(path)
-    with EmbeddedEngine.open(path, write=True, salvage=True) as engine:
+        SqliteEngine.open(path)
+    with SqliteEngine.open(path, write=True, salvage=True) as engine:
         with pytest.raises(ValueError, match="compact it before it is changed"):
             engine.remove(["i1"])
         assert [(p.file.rsplit("/")[-1], p.item) for p in engine.verify()] == [
@@ -218,7 +218,7 @@ def test_salvage_keeps_what_is_sound(tmp_path):
         assert len(engine) == 6
         engine.compact()
         assert state(engine) == [expected[n - 1] for n in (1, 4, 5, 7, 8)]
-    with EmbeddedEngine.open(path) as engine:
+    with SqliteEngine.open(path) as engine:
         assert engine.verify() == []
         assert len(engine) == 5
 
@@ -231,22 +231,22 @@ def test_files_that_are_cut_or_missing(tmp_path, name):
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     if name == "thumbnails.bin":
-        with EmbeddedEngine.open(path) as engine, pytest.raises(DamagedGallery, match=r"thumbnails\.bin, item 'i2'"):
+        with SqliteEngine.open(path) as engine, pytest.raises(DamagedGallery, match=r"thumbnails\.bin, item 'i2'"):
             engine.thumbnail("i2")
     else:
         with pytest.raises(DamagedGallery, match=name):
-            EmbeddedEngine.open(path)
-    with EmbeddedEngine.open(path, salvage=True) as engine:
+            SqliteEngine.open(path)
+    with SqliteEngine.open(path, salvage=True) as engine:
         assert any(name in problem.file for problem in engine.verify())
         list(engine.items())
         engine.search(batch((1, 0))[1], 9)
     file.unlink()
     with pytest.raises(DamagedGallery, match=f"{name} is missing"):
-        EmbeddedEngine.open(path)
+        SqliteEngine.open(path)
     file.write_bytes(content)
     (path / "current.json").write_bytes(b"")
     with pytest.raises(DamagedGallery, match=r"current\.json is damaged"):
-        EmbeddedEngine.open(path)
+        SqliteEngine.open(path)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_a_sound_frame_around_nonsense(tmp_path, record):
     list(log.read())
     log.commit(log.write(record))
     with pytest.raises(DamagedGallery, match=r"items\.log: a record cannot be read"):
-        EmbeddedEngine.open(path)
-    with EmbeddedEngine.open(path, salvage=True) as engine:
+        SqliteEngine.open(path)
+    with SqliteEngine.open(path, salvage=True) as engine:
         assert len(engine) == 3
 
 
@@ -307,7 +307,7 @@ def test_full_disk(tmp_path):
             else:
                 engine.remove(["i5", "i6", "i7"])
             assert state(engine) == expected
-            with EmbeddedEngine.open(path) as reader:
+            with SqliteEngine.open(path) as reader:
                 assert state(reader) == expected
                 assert reader.verify() == []
         for call in (lambda: engine.relabel({"i3": "y"}), lambda: engine.remove(["i3"]), engine.compact):
@@ -337,7 +337,7 @@ def test_a_disk_that_refuses_to_force(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="open the gallery again"):
             engine.add(*batch((5, 0)))
         assert state(engine) == before
-    with EmbeddedEngine.open(path, write=True) as engine:
+    with SqliteEngine.open(path, write=True) as engine:
         assert len(state(engine)) in (2, 3)
         engine.add(*batch((5, 0)))
         assert torch.isfinite(engine.embeddings().semantic).all()

@@ -19,7 +19,7 @@ from idml import search
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Added, Item, Properties
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 
@@ -32,7 +32,7 @@ class Gallery(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp()
         self.patch = mock.patch.object(os, "fsync", return_value=None)
         self.patch.start()
-        self.engine = EmbeddedEngine.create(f"{self.folder}/g", PROPERTIES)
+        self.engine = SqliteEngine.create(f"{self.folder}/g", PROPERTIES)
         self.expected, self.removed = Expected(), set()
 
     @rule(pairs=st.lists(st.tuples(NUMBERS, st.integers(0, 3)), max_size=5))
@@ -74,9 +74,9 @@ class Gallery(RuleBasedStateMachine):
     @rule(write=st.booleans())
     def reopen(self, write):
         self.engine.close()
-        with EmbeddedEngine.open(f"{self.folder}/g", write=write) as engine:
+        with SqliteEngine.open(f"{self.folder}/g", write=write) as engine:
             assert state(engine) == self.expected.state()
-        self.engine = EmbeddedEngine.open(f"{self.folder}/g", model="a model", write=True)
+        self.engine = SqliteEngine.open(f"{self.folder}/g", model="a model", write=True)
 
     @invariant()
     def holds_what_it_should(self):
@@ -146,7 +146,7 @@ def test_an_empty_gallery_answers(tmp_path):
 
 
 def test_only_lengths_of_u(tmp_path):
-    with EmbeddedEngine.create(tmp_path, Properties("m", D)) as engine:
+    with SqliteEngine.create(tmp_path, Properties("m", D)) as engine:
         items, e, images = batch((1, 0), (2, 0))
         engine.add(items, e, images)
         assert torch.equal(engine.levels(), e.level)
@@ -168,11 +168,11 @@ names = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\udc
 def test_strange_names_come_back(id, label, path):
     item = Item(id=id, label=label, path=path, checksum="0" * 64)
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync", return_value=None):
-        with EmbeddedEngine.create(folder, Properties("m", D)) as engine:
+        with SqliteEngine.create(folder, Properties("m", D)) as engine:
             engine.add([item], batch((1, 0))[1], [b"\xff\xd8"])
             engine.relabel({id: id})
             engine.relabel({id: label})
-        with EmbeddedEngine.open(folder) as engine:
+        with SqliteEngine.open(folder) as engine:
             assert engine.get(id) == item
             assert id in engine
             assert list(engine.items()) == [item]
@@ -183,9 +183,9 @@ def test_names_from_the_file_system(tmp_path):
     path = os.fsdecode(b"caf\xe9/\xff\n<b>.jpg")
     item = Item(path=path, checksum="ab" * 32)
     assert item.id == "ab" * 16
-    with EmbeddedEngine.create(tmp_path, Properties("m", D)) as engine:
+    with SqliteEngine.create(tmp_path, Properties("m", D)) as engine:
         engine.add([item], batch((1, 0))[1])
-    with EmbeddedEngine.open(tmp_path) as engine:
+    with SqliteEngine.open(tmp_path) as engine:
         assert os.fsencode(engine.get(item.id).path) == b"caf\xe9/\xff\n<b>.jpg"
 
 
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
             (lambda: engine.thumbnail("i9"), "no item 'i9'"),
             (lambda: engine.embeddings(["i9"]), "no item 'i9'"),
             (lambda: engine.duplicates(float("nan")), "threshold"),
-            (lambda: EmbeddedEngine.create(tmp_path, PROPERTIES), "being written to by another"),
+            (lambda: SqliteEngine.create(tmp_path, PROPERTIES), "being written to by another"),
         ]:
             with pytest.raises(ValueError, match=complaint):
                 call()
@@ -249,17 +249,17 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is closed"):
         len(engine)
     with pytest.raises(ValueError, match=r"a gallery at .* already"):
-        EmbeddedEngine.create(tmp_path, PROPERTIES)
+        SqliteEngine.create(tmp_path, PROPERTIES)
 
 
 def test_bound_to_its_model(tmp_path):
     made(tmp_path / "g").close()
     for write in (False, True):
         with pytest.raises(ValueError, match=r"made with another model \(a model, not another\)"):
-            EmbeddedEngine.open(tmp_path / "g", model="another", write=write)
-        EmbeddedEngine.open(tmp_path / "g", model="a model", write=write).close()
+            SqliteEngine.open(tmp_path / "g", model="another", write=write)
+        SqliteEngine.open(tmp_path / "g", model="a model", write=write).close()
     with pytest.raises(FileNotFoundError, match="there is no gallery at"):
-        EmbeddedEngine.open(tmp_path / "elsewhere")
+        SqliteEngine.open(tmp_path / "elsewhere")
     for bad in (Properties, lambda *a: Properties("m", *a)):
         with pytest.raises(ValueError, match="must be"):
             bad("", 1) if bad is Properties else bad(0)
@@ -271,7 +271,7 @@ def test_duplicates_are_grouped(tmp_path):
     s[20:30] = s[:10] + 1e-4  # near
     s[35:] = s[5]  # equal
     items = [Item(path=f"{n}", checksum=f"{n if n != 33 else 31:064x}", id=str(n)) for n in range(40)]
-    with EmbeddedEngine.create(tmp_path, Properties("m", D)) as engine:
+    with SqliteEngine.create(tmp_path, Properties("m", D)) as engine:
         engine.add(items, Embeddings.certain(s))
         engine.remove(["7", "36"])
         unit = engine.embeddings().semantic.double()

@@ -10,7 +10,7 @@ from made import D, U
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Item, Properties, exact
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.exact import ExactSearch, Side
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
@@ -71,7 +71,7 @@ def test_near_duplicates_through_a_gallery(tmp_path, metric, scale):
     s = centres[torch.arange(900) % 6] + torch.randn(900, 16) * torch.logspace(-8, 0, 900)[:, None]
     u = torch.randn(900, 3) * 0.3 * scale
     s[800:860], u[800:860] = s[5], u[5]
-    with EmbeddedEngine.create(tmp_path, Properties("m", 16, 3)) as engine:
+    with SqliteEngine.create(tmp_path, Properties("m", 16, 3)) as engine:
         ids = [str(n) for n in range(900)]
         items = [Item(path="", checksum="0" * 64, id=id) for id in ids]
         engine.add(items, Embeddings(s, u))
@@ -100,7 +100,7 @@ def test_uncertainties_that_cancel_out(tmp_path):
     metric, centre, u = IntrospectiveMetric(tau=0.5), torch.randn(1, 64), 30 * torch.randn(1, 64)
     s = centre + 0.05 * torch.randn(500, 64)
     v = -u + 0.01 * torch.randn(500, 64)
-    with EmbeddedEngine.create(tmp_path, Properties("m", 64, 64)) as engine:
+    with SqliteEngine.create(tmp_path, Properties("m", 64, 64)) as engine:
         engine.add([Item(path="", checksum="0" * 64, id=str(n)) for n in range(500)], Embeddings(s, v))
         queries = Embeddings(centre + 0.05 * torch.randn(9, 64), u.expand(9, -1))
         found = engine.search(queries, 8, metric)
@@ -113,7 +113,7 @@ def test_uncertainties_that_cancel_out(tmp_path):
 def test_many_copies_and_more_results_than_items(tmp_path):
     e = Embeddings(torch.ones(50, D), torch.ones(50, U))
     items = [Item(path="", checksum="0" * 64, id=str(n)) for n in range(50)]
-    with EmbeddedEngine.create(tmp_path, Properties("m", D, U)) as engine:
+    with SqliteEngine.create(tmp_path, Properties("m", D, U)) as engine:
         engine.add(items, e)
         engine.remove(["3"])
         left = [str(n) for n in range(50) if n != 3]
@@ -129,7 +129,7 @@ def test_many_copies_and_more_results_than_items(tmp_path):
 
 
 def test_a_vector_without_direction(tmp_path):
-    with EmbeddedEngine.create(tmp_path, Properties("m", 2)) as engine:
+    with SqliteEngine.create(tmp_path, Properties("m", 2)) as engine:
         s = torch.tensor([[0.0, 0.0], [4.0, 0.0], [-1.0, 0.0]])
         engine.add([Item(path="", checksum="0" * 64, id=str(n)) for n in range(3)], Embeddings.certain(s))
         found = engine.search(Embeddings.certain(s), 3)

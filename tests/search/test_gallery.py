@@ -16,7 +16,7 @@ from idml import Embeddings
 from idml.calibration.evidence import Profile
 from idml.calibration.stored import Calibration
 from idml.search.engines import Added
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 from idml.search.gallery import Gallery, Upload, open_or_create
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
@@ -209,11 +209,11 @@ def milvus(monkeypatch, tmp_path):
     class MilvusEngine:
         @classmethod
         def create(cls, place, properties):
-            return EmbeddedEngine.create(tmp_path / place.rpartition("/")[2], properties)
+            return SqliteEngine.create(tmp_path / place.rpartition("/")[2], properties)
 
         @classmethod
         def open(cls, place, *, model=None, write=False):
-            return EmbeddedEngine.open(tmp_path / place.rpartition("/")[2], model=model, write=write)
+            return SqliteEngine.open(tmp_path / place.rpartition("/")[2], model=model, write=write)
 
     module = types.ModuleType("idml.search.engines.milvus")
     module.MilvusEngine = MilvusEngine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from made import Expected, batch, child, expected_after, made, make_change, state
 
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 
 KILLS = 10 * int(os.environ.get("IDML_KILLS", "2"))  # a kill is cheap here
 
@@ -24,11 +24,11 @@ def read_all(pipe):
 def check_after_kill(path, acknowledged):
     """What readers and the next writer find: all that was acknowledged, and the change under way as a whole or not."""
     allowed = [expected_after(acknowledged), expected_after(acknowledged + 1)]
-    with EmbeddedEngine.open(path) as reader:
+    with SqliteEngine.open(path) as reader:
         found = state(reader)
         assert found in allowed
         assert reader.verify() == []
-        with EmbeddedEngine.open(path, write=True) as writer:
+        with SqliteEngine.open(path, write=True) as writer:
             assert state(writer) == found
             assert writer.verify() == []
             assert len(list(path.glob("generation-*"))) == 1
@@ -42,7 +42,7 @@ def test_killed_at_random_moments(tmp_path):
     made(path).close()
 
     def work():
-        engine = EmbeddedEngine.open(path, write=True)
+        engine = SqliteEngine.open(path, write=True)
         expected = Expected()
         for number in range(done):
             make_change(number, expected)
@@ -72,7 +72,7 @@ def test_killed_in_the_middle(tmp_path, kind):
     path, chance, takes, hits = tmp_path / "g", random.Random(0), 0.0, 0
 
     def work(told, fresh):
-        engine = EmbeddedEngine.open(path, write=True)
+        engine = SqliteEngine.open(path, write=True)
         os.write(told, b"begun")
         engine.add(*fresh) if kind == "add" else engine.compact()
         os.write(told, b"done")
@@ -87,7 +87,7 @@ def test_killed_in_the_middle(tmp_path, kind):
         before = expected.state()
         expected.add(*fresh)
         if kind == "compact":
-            with EmbeddedEngine.open(path, write=True) as engine:
+            with SqliteEngine.open(path, write=True) as engine:
                 engine.add(*fresh)
             before = expected.state()
         said, told = os.pipe()
@@ -100,11 +100,11 @@ def test_killed_in_the_middle(tmp_path, kind):
                 takes = time.monotonic() - started
             time.sleep(chance.random() * takes)
         done = read_all(said) == b"done" or number == 0
-        with EmbeddedEngine.open(path) as reader:
+        with SqliteEngine.open(path) as reader:
             found = state(reader)
             assert found == expected.state() if done else found in (before, expected.state())
             assert reader.verify() == []
-        with EmbeddedEngine.open(path, write=True) as writer:
+        with SqliteEngine.open(path, write=True) as writer:
             assert state(writer) == found
             assert len(list(path.glob("generation-*"))) == 1
         if found == before and kind == "add":

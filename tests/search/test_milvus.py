@@ -19,7 +19,7 @@ from milvus_server import milvus, missing  # noqa: F401 (a fixture)
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import DamagedGallery, Properties, milvus_reading, milvus_rows
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.milvus import MilvusEngine
 from idml.search.engines.milvus_place import WRITING, Connection, Place
 from idml.search.engines.milvus_search import MilvusSearch
@@ -35,14 +35,14 @@ class Folders:
         self.folder, self.made = folder, []
 
     def fresh(self, properties):
-        self.made.append(EmbeddedEngine.create(self.folder / str(len(self.made)), properties))
+        self.made.append(SqliteEngine.create(self.folder / str(len(self.made)), properties))
         return self.made[-1]
 
     def again(self, engine, **more):
-        return EmbeddedEngine.open(engine.path, **more)
+        return SqliteEngine.open(engine.path, **more)
 
     def absent(self):
-        return lambda: EmbeddedEngine.open(self.folder / "elsewhere")
+        return lambda: SqliteEngine.open(self.folder / "elsewhere")
 
 
 class Collections:

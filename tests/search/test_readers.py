@@ -10,7 +10,7 @@ import torch
 from made import PROPERTIES, Expected, batch, child, expected_after, made, make_change, state
 
 from idml.search.engines import DamagedGallery, Properties, embedded, generations
-from idml.search.engines.embedded import EmbeddedEngine
+from idml.search.engines.sqlite import SqliteEngine
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 CHANGES = 150
@@ -27,7 +27,7 @@ def test_a_reader_beside_a_busy_writer(tmp_path):
         states.append(expected.state())
 
     def write():
-        with EmbeddedEngine.open(path, write=True) as engine:
+        with SqliteEngine.open(path, write=True) as engine:
             expected = Expected()
             for number in range(CHANGES):
                 make_change(number, expected, engine)
@@ -36,9 +36,9 @@ def test_a_reader_beside_a_busy_writer(tmp_path):
 
     seen, last, deadline = set(), 0, time.monotonic() + 20
     _, queries, _ = batch((1, 0))
-    with child(write), EmbeddedEngine.open(path) as staying:
+    with child(write), SqliteEngine.open(path) as staying:
         while last < CHANGES and time.monotonic() < deadline:
-            with EmbeddedEngine.open(path) as fresh:
+            with SqliteEngine.open(path) as fresh:
                 now = states.index(state(fresh), last)  # some state, and never an older one
             staying.refresh()
             found, again = state(staying), state(staying)
@@ -53,7 +53,7 @@ def test_a_reader_beside_a_busy_writer(tmp_path):
 
 def test_a_snapshot_stays_until_refreshed(tmp_path):
     path = tmp_path / "g"
-    with made(path, 12) as writer, EmbeddedEngine.open(path) as reader:
+    with made(path, 12) as writer, SqliteEngine.open(path) as reader:
         before = state(reader)
         _, queries, _ = batch((1, 0), (5, 1))
         found = reader.search(queries, 9)
@@ -93,7 +93,7 @@ def test_compacted_while_a_reader_opens(tmp_path, monkeypatch):
 
         monkeypatch.setattr(generations, "read_current", read_current)
         monkeypatch.setattr(embedded, "read_current", read_current)
-        with EmbeddedEngine.open(path) as reader:
+        with SqliteEngine.open(path) as reader:
             assert state(reader) == state(writer)
         assert len(told) == 3
 
@@ -101,7 +101,7 @@ def test_compacted_while_a_reader_opens(tmp_path, monkeypatch):
 def test_a_gallery_made_anew_under_a_reader(tmp_path):
     path = tmp_path / "g"
     made(path, 5).close()
-    with EmbeddedEngine.open(path) as reader:
+    with SqliteEngine.open(path) as reader:
         before = state(reader)
         shutil.rmtree(path)
         with made(path, 9) as writer:
@@ -111,7 +111,7 @@ def test_a_gallery_made_anew_under_a_reader(tmp_path):
         shutil.rmtree(path)
         with pytest.raises(FileNotFoundError, match="there is no gallery"):
             reader.refresh()
-        EmbeddedEngine.create(path, Properties("another", 4)).close()
+        SqliteEngine.create(path, Properties("another", 4)).close()
         with pytest.raises(ValueError, match="made anew with other properties"):
             reader.refresh()
 
@@ -119,14 +119,14 @@ def test_a_gallery_made_anew_under_a_reader(tmp_path):
 def test_one_writer(tmp_path):
     path = tmp_path / "g"
     with made(path, 3):
-        for opened in (lambda: EmbeddedEngine.open(path, write=True), lambda: EmbeddedEngine.create(path, PROPERTIES)):
+        for opened in (lambda: SqliteEngine.open(path, write=True), lambda: SqliteEngine.create(path, PROPERTIES)):
             with pytest.raises(ValueError, match=r"^the gallery .* is being written to by another process; try again"):
                 opened()
         said, end = os.pipe()
 
         def write_too():
             try:
-                EmbeddedEngine.open(path, write=True)
+                SqliteEngine.open(path, write=True)
                 os.write(end, b"it was let in")
             except ValueError as error:
                 os.write(end, str(error).encode())
@@ -135,8 +135,8 @@ def test_one_writer(tmp_path):
             assert b"is being written to by another process" in os.read(said, 1000)
         os.close(said)
         os.close(end)
-        EmbeddedEngine.open(path).close()
-    EmbeddedEngine.open(path, write=True).close()
+        SqliteEngine.open(path).close()
+    SqliteEngine.open(path, write=True).close()
 
 
 def test_a_forked_child_neither_holds_the_gallery_nor_writes(tmp_path):
@@ -155,7 +155,7 @@ def test_a_forked_child_neither_holds_the_gallery_nor_writes(tmp_path):
     with child(work):
         assert b"open for reading only" in os.read(said, 1000)
         engine.close()
-        EmbeddedEngine.open(path, write=True).close()  # though the child lives
+        SqliteEngine.open(path, write=True).close()  # though the child lives
     os.close(said)
     os.close(end)
 
@@ -165,14 +165,14 @@ def test_forgotten_galleries_leave_no_open_files(tmp_path):
     made(path, 4).close()
     before = len(os.listdir("/proc/self/fd"))
     for n in range(5):
-        forgotten = EmbeddedEngine.open(path, write=n % 2 == 0)
+        forgotten = SqliteEngine.open(path, write=n % 2 == 0)
         forgotten.search(batch((1, 0))[1], 1)
         forgotten.refresh()
         del forgotten
         gc.collect()
     (path / "current.json").write_text("")
     with pytest.raises(DamagedGallery):
-        EmbeddedEngine.open(path)
+        SqliteEngine.open(path)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -180,6 +180,6 @@ def test_forgotten_galleries_leave_no_open_files(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        EmbeddedEngine.create(tmp_path / "file", PROPERTIES)
+        SqliteEngine.create(tmp_path / "file", PROPERTIES)
     with pytest.raises(FileNotFoundError, match="there is no gallery"):
-        EmbeddedEngine.open(tmp_path / "file")
+        SqliteEngine.open(tmp_path / "file")

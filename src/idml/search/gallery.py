@@ -24,8 +24,8 @@ from idml.model.model import fingerprint_of
 from idml.search.answers import Answer, RiskTargets, State
 from idml.search.embedder import BATCH, Embedder, Runtime, open_embedder
 from idml.search.engines import Added, DamagedGallery, Engine, Item, Properties
-from idml.search.engines.embedded import EmbeddedEngine
-from idml.search.engines.generations import CURRENT
+from idml.search.engines.database import is_gallery
+from idml.search.engines.sqlite import SqliteEngine
 from idml.search.gallery_folder import (
     MODEL,
     UPLOADS,
@@ -74,7 +74,7 @@ def is_milvus(location: Location) -> bool:
 def gallery_exists(location: Location) -> bool:
     """Return whether there is a gallery at this location."""
     if not is_milvus(location):
-        return (Path(location) / CURRENT).exists()
+        return is_gallery(location)
     try:
         open_engine(location).close()
     except FileNotFoundError:
@@ -88,23 +88,20 @@ def create_engine(location: Location, properties: Properties) -> Engine:
         from idml.search.engines.milvus import MilvusEngine
 
         return MilvusEngine.create(str(location), properties)
-    return EmbeddedEngine.create(location, properties)
+    return SqliteEngine.create(location, properties)
 
 
-def open_engine(
-    location: Location, *, run: Location | None = None, write: bool = False, salvage: bool = False
-) -> Engine:
+def open_engine(location: Location, *, run: Location | None = None, write: bool = False) -> Engine:
     """Open only the engine of a gallery, for work that needs no model.
 
-    If a ``run`` is given, the gallery must have been made with its model. ``salvage`` is for damaged galleries in
-    folders, see `EmbeddedEngine.open`.
+    If a ``run`` is given, the gallery must have been made with its model.
     """
     model = None if run is None else fingerprint_of(run)
     if is_milvus(location):
         from idml.search.engines.milvus import MilvusEngine
 
         return MilvusEngine.open(str(location), model=model, write=write)
-    return EmbeddedEngine.open(location, model=model, write=write, salvage=salvage)
+    return SqliteEngine.open(location, model=model, write=write)
 
 
 # -------------------- the gallery --------------------
@@ -132,7 +129,7 @@ class Status:
 class Gallery:
     """Images that can be searched. Use `create`, `open` or `open_or_create` to get one; threads may share it.
 
-    One process may write to a gallery in a folder. Other processes read one state of it until they call `refresh`.
+    Several processes may read and write a gallery. After `refresh` the counts and the profile are the newest too.
     Change the gallery through these methods, not through the engine: the methods keep counts and profile up to date.
     """
 

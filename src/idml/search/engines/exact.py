@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from idml.metric import IntrospectiveMetric
-from idml.search.engines.vectors import Rows
 
+Rows = NDArray[np.float32]
 _CHUNK = 1 << 22  # pairs bounded at a time: 16 MB, which stay near the processor
 _QUERIES = 256  # queries at a time: more would not make the product faster
 _LIST = 1 << 20  # pairs listed at a time

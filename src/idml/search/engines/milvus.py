@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from idml.embeddings import Embeddings
 from idml.search.engines import Added, Engine, Item, Properties, milvus_rows
-from idml.search.engines.intake import check_batch, item_rows
+from idml.search.engines.base import check_batch, item_rows
 from idml.search.engines.milvus_place import LONG, WRITING, Connection, Place
 from idml.search.engines.milvus_reading import MilvusReading
 from idml.search.engines.milvus_rows import (
@@ -162,6 +163,10 @@ class MilvusEngine(MilvusReading, Engine):
                 while connection.compaction(job) != "Completed":
                     time.sleep(_POLL)
             return before - _stored(connection)
+
+    def backup(self, file: str | Path) -> None:
+        """Refuse: a Milvus server has its own tools for this."""
+        raise ValueError(f"{self.place} is in Milvus; back it up with Milvus's own tool (milvus-backup)")
 
     def _write_rows(self, connection: Connection, rows: list[Row]) -> None:
         part: list[Row] = []

@@ -16,9 +16,7 @@ from torch import Tensor
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Found, Item, Problem, Properties
-from idml.search.engines.duplicates import duplicate_rows
-from idml.search.engines.exact import Side
-from idml.search.engines.intake import query_rows, ranking
+from idml.search.engines.base import query_rows, ranking
 from idml.search.engines.milvus_place import Connection, Place
 from idml.search.engines.milvus_rows import (
     MOST,
@@ -33,7 +31,7 @@ from idml.search.engines.milvus_rows import (
     uncertainty,
 )
 from idml.search.engines.milvus_search import MilvusSearch, largest_level
-from idml.search.engines.vectors import FLOAT
+from idml.search.engines.base import FLOAT
 
 _KEYS = 1000  # keys named in one request
 _SKEW = 5 * 10**9  # nanoseconds that clocks of different machines may be apart
@@ -106,19 +104,6 @@ class MilvusReading:
         found = search.top(k)
         self._found = state, search.items
         return found
-
-    def duplicates(self, threshold: float) -> list[list[str]]:
-        """Groups of items with equal checksums, or linked by distances of unit vectors below the threshold.
-
-        A chain of links makes one group, so its ends may lie further apart. All vectors are fetched.
-        """
-        if not 0 <= threshold < math.inf:
-            raise ValueError(f"the threshold must be a distance of 0 or more, got {threshold!r}")
-        rows = self._all(["semantic", "item"])
-        items = [read_item(row) for row in rows]
-        side = Side.of(semantic(rows, self.properties), np.empty((len(rows), 0), np.float32))
-        groups = duplicate_rows(side, [item.checksum for item in items], threshold)
-        return [[items[row].id for row in group] for group in groups]
 
     def verify(self) -> list[Problem]:
         """Read everything again and compare checksums, dimensions and counts; empty if all is sound."""

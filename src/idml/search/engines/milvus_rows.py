@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from idml.search.engines import DamagedGallery, Item, Properties
-from idml.search.engines.vectors import FLOAT, Rows
+from idml.search.engines.base import FLOAT, Rows
 
 FORMAT = 1
 LONGEST = 65535  # characters of a text in Milvus
