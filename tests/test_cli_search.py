@@ -124,14 +124,18 @@ def test_looking_after_a_gallery(run):
     assert told(run("gallery", "remove", "g", *ids, "unknown", "--json")) == {"changed": 3, "items": 237}
     assert told(run("gallery", "verify", "g", "--json")) == {"problems": []}
     assert told(run("gallery", "compact", "g", "--json"))["items"] == 237
-    vectors = next(Path("g").glob("generation-*/semantic.f32"))
-    content = bytearray(vectors.read_bytes())
-    content[5] ^= 1
-    vectors.write_bytes(content)
+    assert told(run("gallery", "backup", "g", "b.sqlite", "--json")) == {"file": "b.sqlite", "items": 237}
+    with closing(sqlite3.connect("g/gallery.sqlite")) as database:
+        database.execute("UPDATE items SET path = x'00' WHERE position = 5")
+        database.commit()
     status, out, _ = run("gallery", "verify", "g", "--json")
     assert status == 2
-    assert "semantic.f32" in json.loads(out)["problems"][0]
-    assert told(run("gallery", "compact", "g", "--salvage", "--json"))["items"] == 236
+    assert f"gallery.sqlite, item '{items[8]['id']}': the row is damaged" in json.loads(out)["problems"][0]
+    assert told(run("gallery", "remove", "g", items[8]["id"], "--json")) == {"changed": 1, "items": 236}
+    assert told(run("gallery", "verify", "g", "--json")) == {"problems": []}
+    shutil.copy("b.sqlite", "g/gallery.sqlite")  # restored
+    assert told(run("gallery", "verify", "g", "--json")) == {"problems": []}
+    assert len(told(run("gallery", "list", "g", "--json"))["items"]) == 237
 
 
 @pytest.mark.parametrize(

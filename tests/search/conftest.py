@@ -6,6 +6,7 @@ import milvus_server
 import pytest
 from made_images import as_items, fit_calibrations, save_run
 
+from idml.search.engines import database
 from idml.search.gallery import Gallery
 
 
@@ -19,6 +20,7 @@ def pytest_runtest_teardown(item, nextitem):
 def _no_waiting(monkeypatch):
     """No fsync: a kill does not need it, only a power failure does, and it takes most of a test's time."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(database, "SYNCHRONOUS", "OFF")
 
 
 @pytest.fixture(scope="session")

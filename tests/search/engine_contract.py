@@ -15,6 +15,7 @@ from made import PROPERTIES, D, Expected, U, batch, change, make_change, state
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Added, Item, Properties
+from idml.search.engines.sqlite import SqliteEngine
 
 METRICS = [None, IntrospectiveMetric(), IntrospectiveMetric(tau=0.5, gamma=1.0)]
 NAMES = [
@@ -39,6 +40,23 @@ NAMES = [
 ]
 
 
+class Folders:
+    """Galleries in folders."""
+
+    def __init__(self, folder):
+        self.folder, self.made = folder, []
+
+    def fresh(self, properties):
+        self.made.append(SqliteEngine.create(self.folder / str(len(self.made)), properties))
+        return self.made[-1]
+
+    def again(self, engine, **more):
+        return SqliteEngine.open(engine.path, **more)
+
+    def absent(self):
+        return lambda: SqliteEngine.open(self.folder / "elsewhere")
+
+
 def item(id, **more):
     return Item(**{"path": "", "checksum": "0" * 64, "id": id, **more})
 
@@ -52,19 +70,6 @@ def distances(queries, stored, metric):
     beta = np.linalg.norm(queries.uncertainty.double().numpy()[:, None] + stored.uncertainty.double().numpy(), axis=2)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(alpha == 0, 0, alpha * np.exp(-(beta + metric.gamma) / (metric.tau * alpha)))
-
-
-def groups(ids, unit, threshold, same):
-    """Linked items, by looking at all pairs."""
-    found = [{i} for i in range(len(ids))]
-    for i in range(len(ids)):
-        for j in range(i):
-            if float((unit[i] - unit[j]).norm()) < threshold or {ids[i], ids[j]} == same:
-                a, b = (next(g for g in found if k in g) for k in (i, j))
-                if a is not b:
-                    found.remove(b)
-                    a |= b
-    return sorted(([ids[k] for k in sorted(g)] for g in found if len(g) > 1), key=lambda g: ids.index(g[0]))
 
 
 class EngineContract:
@@ -108,7 +113,7 @@ class EngineContract:
             found = engine.search(queries, 3, metric)
             assert found.ids == [[], []]
             assert found.distances.shape == (2, 0)
-        assert (engine.duplicates(1.0), engine.verify(), list(engine.items()), len(engine)) == ([], [], [], 0)
+        assert (engine.verify(), list(engine.items()), len(engine)) == ([], [], 0)
         assert engine.embeddings().semantic.shape == (0, D)
         assert engine.embeddings().uncertainty.shape == (0, U)
         assert len(engine.levels()) == engine.remove(["i1"]) == engine.relabel({}) == 0
@@ -210,7 +215,6 @@ class EngineContract:
             (lambda: engine.thumbnail("i9"), "no item 'i9'"),
             (lambda: engine.embeddings(["i9"]), "no item 'i9'"),
             (lambda: engine.levels(["i1", "i9"]), "no item 'i9'"),
-            (lambda: engine.duplicates(float("nan")), "threshold"),
         ]:
             with pytest.raises(ValueError, match=complaint):
                 call()
@@ -279,18 +283,6 @@ class EngineContract:
                 np.testing.assert_allclose(measured, line[rows], rtol=1e-5, atol=1e-30)
                 copies = [row for row in rows if live[row] in ids[100:140] or live[row] == ids[5]]
                 assert copies == sorted(copies)  # in the order in which they were added
-
-    def test_duplicates_are_grouped(self, galleries):
-        noise = torch.Generator().manual_seed(0)
-        s = torch.nn.functional.normalize(torch.randn(40, D, generator=noise))
-        s[20:30] = s[:10] + 1e-4  # near
-        s[35:] = s[5]  # equal
-        engine = galleries.fresh(Properties("m", D))
-        engine.add([item(str(n), checksum=f"{n if n != 33 else 31:064x}") for n in range(40)], Embeddings.certain(s))
-        engine.remove(["7", "36"])
-        ids, unit = [i.id for i in engine.items()], engine.embeddings().semantic.double()
-        for threshold in (0.0, 1e-3, 0.1, 0.4, 2.5):
-            assert engine.duplicates(threshold) == groups(ids, unit, threshold, {"31", "33"})
 
     def test_threads_share_a_gallery(self, galleries):
         """Searches beside changes: no error, and what is there all the time is always found."""

@@ -10,8 +10,8 @@ from made import D, U
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Item, Properties, exact
-from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.exact import ExactSearch, Side
+from idml.search.engines.sqlite import SqliteEngine
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 

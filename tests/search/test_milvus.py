@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_contract import METRICS, EngineContract, item
+from engine_contract import METRICS, EngineContract, Folders, item
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import PROPERTIES, D, batch, state
@@ -19,30 +19,12 @@ from milvus_server import milvus, missing  # noqa: F401 (a fixture)
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import DamagedGallery, Properties, milvus_reading, milvus_rows
-from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.milvus import MilvusEngine
 from idml.search.engines.milvus_place import WRITING, Connection, Place
 from idml.search.engines.milvus_search import MilvusSearch
 
 LONG = "IDML_KILLS" in os.environ  # make faults
 DOCS = Path(__file__).parents[2] / "docs" / "milvus.md"
-
-
-class Folders:
-    """Embedded galleries."""
-
-    def __init__(self, folder):
-        self.folder, self.made = folder, []
-
-    def fresh(self, properties):
-        self.made.append(SqliteEngine.create(self.folder / str(len(self.made)), properties))
-        return self.made[-1]
-
-    def again(self, engine, **more):
-        return SqliteEngine.open(engine.path, **more)
-
-    def absent(self):
-        return lambda: SqliteEngine.open(self.folder / "elsewhere")
 
 
 class Collections:
@@ -86,12 +68,6 @@ def collections(milvus):  # noqa: F811
     yield out
     for engine in out.made:
         engine.close()
-
-
-class TestEmbedded(EngineContract):
-    @pytest.fixture
-    def galleries(self, folders):
-        return folders
 
 
 class TestMilvus(EngineContract):

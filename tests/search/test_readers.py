@@ -1,15 +1,17 @@
-"""One writer, many readers: each sees one state as a whole, in this process and in others."""
+"""Several processes and threads: each sees one state as a whole, and changes of others are noticed."""
 
 import gc
 import os
 import shutil
+import sqlite3
 import time
 
 import pytest
 import torch
 from made import PROPERTIES, Expected, batch, child, expected_after, made, make_change, state
 
-from idml.search.engines import DamagedGallery, Properties, embedded, generations
+from idml.search.engines import DamagedGallery, Properties, database
+from idml.search.engines.database import DATABASE
 from idml.search.engines.sqlite import SqliteEngine
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
@@ -17,7 +19,7 @@ CHANGES = 150
 
 
 def test_a_reader_beside_a_busy_writer(tmp_path):
-    """Another process changes and compacts; whatever a reader finds is the state after one of the changes."""
+    """Another process changes and compacts; every state that a reader finds is the state after one of the changes."""
     path = tmp_path / "g"
     made(path).close()
     states = [expected_after(0)]
@@ -34,130 +36,165 @@ def test_a_reader_beside_a_busy_writer(tmp_path):
                 time.sleep(0.002)
         time.sleep(60)
 
-    seen, last, deadline = set(), 0, time.monotonic() + 20
+    seen, last, deadline = set(), 0, time.monotonic() + 60
     _, queries, _ = batch((1, 0))
     with child(write), SqliteEngine.open(path) as staying:
         while last < CHANGES and time.monotonic() < deadline:
-            with SqliteEngine.open(path) as fresh:
+            with SqliteEngine.open(path) as fresh, fresh._reading():
                 now = states.index(state(fresh), last)  # some state, and never an older one
-            staying.refresh()
-            found, again = state(staying), state(staying)
-            assert found == again
-            last = states.index(found, now)
+            with staying._reading():
+                found = state(staying)
+                last = states.index(found, now)
+                assert sorted(staying.search(queries, 99).ids[0]) == sorted(item.id for item, *_ in found)
+                assert staying.verify() == []
             seen.add(last)
-            assert sorted(staying.search(queries, 99).ids[0]) == sorted(item.id for item, *_ in found)
-            assert staying.verify() == []
     assert last == CHANGES
     assert len(seen) > 5
 
 
-def test_a_snapshot_stays_until_refreshed(tmp_path):
+def test_changes_are_seen_without_a_refresh(tmp_path):
     path = tmp_path / "g"
     with made(path, 12) as writer, SqliteEngine.open(path) as reader:
-        before = state(reader)
         _, queries, _ = batch((1, 0), (5, 1))
-        found = reader.search(queries, 9)
+        reader.search(queries, 9)
         writer.add(*batch((20, 0), (21, 0)))
-        writer.remove([before[0][0].id])
-        writer.compact()  # the reader's files have no name any more
-        writer.compact()
-        writer.add(*batch((22, 0)))
-        assert state(reader) == before
-        again = reader.search(queries, 9)
+        writer.remove([next(writer.items()).id])
+        assert state(reader) == state(writer)
+        found, again = writer.search(queries, 99), reader.search(queries, 99)
         assert again.ids == found.ids
         assert torch.equal(again.distances, found.distances)
-        assert reader.refresh()
+        writer.compact()
+        writer.relabel({"i20": "new"})
         assert state(reader) == state(writer)
+        assert reader.refresh()  # for whoever keeps counts: something has changed since the last call
         assert not reader.refresh()
         assert not writer.refresh()
-        with pytest.raises(ValueError, match="open for reading only"):
-            reader.add(*batch((1, 0)))
-        with pytest.raises(ValueError, match="open for reading only"):
-            reader.compact()
         items = writer.items()
-        writer.relabel({"i22": "other"})
-        assert list(items) == [item for item, *_ in state(reader)]  # an iteration is of one state too
+        writer.relabel({"i20": "other"})
+        assert [item.label for item in items if item.id == "i20"] == ["new"]  # an iteration is of one state
 
 
-def test_compacted_while_a_reader_opens(tmp_path, monkeypatch):
-    """The generation it was told of is gone when it comes to open the files."""
+def test_only_what_changed_is_read(tmp_path, monkeypatch):
     path = tmp_path / "g"
-    with made(path, 6) as writer:
-        told = []
-
-        def read_current(path):
-            told.append(generations.Current(PROPERTIES, writer._current.generation))
-            if len(told) == 2:
-                writer.compact()
-            return told[-1]
-
-        monkeypatch.setattr(generations, "read_current", read_current)
-        monkeypatch.setattr(embedded, "read_current", read_current)
-        with SqliteEngine.open(path) as reader:
-            assert state(reader) == state(writer)
-        assert len(told) == 3
+    with made(path, 30) as writer, SqliteEngine.open(path) as reader:
+        table = reader._table
+        writer.add(*batch((60, 0), (61, 0)))
+        writer.relabel({"i60": "x"})
+        writer.remove(["i61"])
+        assert state(reader) == state(writer)
+        assert reader._table is table
+        writer.compact()  # positions are numbered again
+        assert state(reader) == state(writer)
+        assert reader._table is not table
 
 
-def test_a_gallery_made_anew_under_a_reader(tmp_path):
+def test_a_gallery_made_again_under_a_reader(tmp_path):
     path = tmp_path / "g"
     made(path, 5).close()
     with SqliteEngine.open(path) as reader:
         before = state(reader)
         shutil.rmtree(path)
         with made(path, 9) as writer:
-            assert state(reader) == before
-            assert reader.refresh()  # the generation has the same number
+            assert [item for item, *_ in before] == list(reader.items())
+            assert reader.refresh()
             assert state(reader) == state(writer)
         shutil.rmtree(path)
         with pytest.raises(FileNotFoundError, match="there is no gallery"):
             reader.refresh()
         SqliteEngine.create(path, Properties("another", 4)).close()
-        with pytest.raises(ValueError, match="made anew with other properties"):
+        with pytest.raises(ValueError, match="made again with other properties"):
             reader.refresh()
 
 
-def test_one_writer(tmp_path):
+def test_a_writer_whose_gallery_is_deleted_acknowledges_nothing(tmp_path):
     path = tmp_path / "g"
-    with made(path, 3):
-        for opened in (lambda: SqliteEngine.open(path, write=True), lambda: SqliteEngine.create(path, PROPERTIES)):
-            with pytest.raises(ValueError, match=r"^the gallery .* is being written to by another process; try again"):
-                opened()
-        said, end = os.pipe()
-
-        def write_too():
-            try:
-                SqliteEngine.open(path, write=True)
-                os.write(end, b"it was let in")
-            except ValueError as error:
-                os.write(end, str(error).encode())
-
-        with child(write_too):
-            assert b"is being written to by another process" in os.read(said, 1000)
-        os.close(said)
-        os.close(end)
-        SqliteEngine.open(path).close()
-    SqliteEngine.open(path, write=True).close()
+    with made(path, 5) as writer:
+        shutil.rmtree(path)
+        with pytest.raises(FileNotFoundError, match="there is no gallery"):
+            writer.add(*batch((70, 0)))
 
 
-def test_a_forked_child_neither_holds_the_gallery_nor_writes(tmp_path):
+@pytest.mark.parametrize("writers", [2, 4])
+def test_several_processes_write_at_once(tmp_path, writers):
+    """Each adds, replaces, relabels and removes items of its own and shared ones; what it was told stays true."""
+    path, rounds = tmp_path / "g", 25
+    made(path).close()
+    pipes = [os.pipe() for _ in range(writers)]
+
+    def write(own):
+        with SqliteEngine.open(path, write=True) as engine:
+            for n in range(rounds):
+                numbers = [(1000 * (own + 1) + n, 0), (5, n), (1000 * (own + 1), n)]  # new, shared, replaced
+                engine.add(*batch(*numbers))
+                engine.relabel({f"i{1000 * (own + 1) + n}": f"by {own}"})
+                if n % 5 == 4:
+                    assert engine.remove([f"i{1000 * (own + 1) + n - 1}"]) == 1
+                if n % 10 == 9:
+                    engine.compact()
+        os.write(pipes[own][1], b"done")
+        time.sleep(60)
+
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for own in range(writers):
+            stack.enter_context(child(lambda own=own: write(own)))
+        assert [os.read(pipe[0], 4) for pipe in pipes] == [b"done"] * writers
+    with SqliteEngine.open(path) as reader:
+        assert reader.verify() == []
+        labels = {item.id: item.label for item in reader.items()}
+        kept = {
+            f"i{1000 * (own + 1) + n}": f"by {own}" for own in range(writers) for n in range(1, rounds) if n % 5 != 3
+        }
+        assert {id: label for id, label in labels.items() if id in kept} == kept
+        assert set(labels) == {*kept, "i5", *(f"i{1000 * (own + 1)}" for own in range(writers))}
+        _, queries, _ = batch((1, 0))
+        assert set(reader.search(queries, 999).ids[0]) == set(labels)
+
+
+def test_a_database_that_is_locked_too_long(tmp_path, monkeypatch):
+    path = tmp_path / "g"
+    made(path, 5).close()
+    monkeypatch.setattr(database, "WAIT", 0.2)
+    with SqliteEngine.open(path, write=True) as engine:
+        before = state(engine)
+        other = sqlite3.connect(path / DATABASE, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        for change in (lambda: engine.add(*batch((70, 0))), lambda: engine.remove(["i1"]), engine.compact):
+            with pytest.raises(
+                TimeoutError, match=r"^the gallery .* was locked by another process for 0\.2 seconds; try"
+            ):
+                change()
+        assert state(engine) == before  # reading goes on
+        other.execute("ROLLBACK")
+        other.close()
+        engine.add(*batch((70, 0)))
+        assert "i70" in engine
+
+
+def test_a_forked_child_reads_and_writes(tmp_path):
     path = tmp_path / "g"
     engine = made(path, 3)
+    engine.search(batch((1, 0))[1], 3)
+    said, end = os.pipe()
 
     def work():
-        try:
-            engine.remove(["i1"])
-            os.write(end, b"it wrote")
-        except ValueError as error:
-            os.write(end, str(error).encode())
+        engine.add(*batch((80, 0)))
+        engine.search(batch((1, 0))[1], 3)
+        os.write(end, b"done")
         time.sleep(30)
 
-    said, end = os.pipe()
     with child(work):
-        assert b"open for reading only" in os.read(said, 1000)
+        assert os.read(said, 1000) == b"done"
+        assert "i80" in engine
+        engine.add(*batch((81, 0)))
+        assert {"i80", "i81"} <= {item.id for item in engine.items()}
         engine.close()
-        SqliteEngine.open(path, write=True).close()  # though the child lives
     os.close(said)
     os.close(end)
+    with SqliteEngine.open(path) as reader:
+        assert reader.verify() == []
+        assert {"i80", "i81"} <= {item.id for item in reader.items()}
 
 
 def test_forgotten_galleries_leave_no_open_files(tmp_path):
@@ -170,14 +207,14 @@ def test_forgotten_galleries_leave_no_open_files(tmp_path):
         forgotten.refresh()
         del forgotten
         gc.collect()
-    (path / "current.json").write_text("")
-    with pytest.raises(DamagedGallery):
+    (path / DATABASE).write_text("")
+    with pytest.raises((DamagedGallery, ValueError)):
         SqliteEngine.open(path)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         SqliteEngine.create(tmp_path / "file", PROPERTIES)

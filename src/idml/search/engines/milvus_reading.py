@@ -16,7 +16,7 @@ from torch import Tensor
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Found, Item, Problem, Properties
-from idml.search.engines.base import query_rows, ranking
+from idml.search.engines.base import FLOAT, query_rows, ranking
 from idml.search.engines.milvus_place import Connection, Place
 from idml.search.engines.milvus_rows import (
     MOST,
@@ -31,7 +31,6 @@ from idml.search.engines.milvus_rows import (
     uncertainty,
 )
 from idml.search.engines.milvus_search import MilvusSearch, largest_level
-from idml.search.engines.base import FLOAT
 
 _KEYS = 1000  # keys named in one request
 _SKEW = 5 * 10**9  # nanoseconds that clocks of different machines may be apart

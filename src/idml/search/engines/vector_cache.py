@@ -17,6 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from idml.search.engines.exact import Side, squares
+from idml.search.engines.item_table import ItemTable
+
 FLOAT = np.dtype("<f4")
 Rows = NDArray[np.float32]
 _BLOCK = 4096  # rows checked at a time
@@ -35,7 +38,7 @@ def write_rows(path: Path, first: int, rows: Rows) -> None:
 
 def checksums_of(rows: Iterable[Rows]) -> NDArray[np.uint32]:
     """The CRC-32 of each row."""
-    return np.fromiter(map(zlib.crc32, rows), np.uint32)
+    return np.fromiter((zlib.crc32(row.data) for row in rows), np.uint32)
 
 
 class VectorCache:
@@ -88,8 +91,11 @@ class VectorCache:
     def differing(self, positions: NDArray[np.int64], checksums: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Which of these rows are not what was written."""
         if len(positions) and positions[-1] - positions[0] == len(positions) - 1:
-            return checksums_of(self.rows[positions[0] : positions[-1] + 1]) != checksums
-        return checksums_of(self.rows[position] for position in positions.tolist()) != checksums
+            found = checksums_of(self.rows[positions[0] : positions[-1] + 1])
+        else:
+            found = checksums_of(self.rows[position] for position in positions.tolist())
+        different: NDArray[np.bool_] = found != checksums
+        return different
 
     def _replace(self, found: dict[int, Rows]) -> None:
         """Write vectors by position, neighbours together."""
@@ -107,3 +113,29 @@ def _write(file: int, rows: Rows, place: int) -> None:
     while len(data):
         written = os.pwrite(file, data, place)
         data, place = data[written:], place + written
+
+
+class Matrix:
+    """The vectors of one kind in memory, with their squared lengths by position."""
+
+    def __init__(self, cache: VectorCache) -> None:
+        self.cache = cache
+        self.squares = np.zeros(cache.capacity)
+        self.end = 0  # positions below it were checked
+        self.damaged: list[int] = []
+        self.side: tuple[tuple[int, bool], Side] | None = None  # for which change, with u or without
+
+    def follow(
+        self,
+        table: ItemTable,
+        crcs: NDArray[np.uint32],
+        read: Callable[[Sequence[int]], list[tuple[int, bytes]]],
+    ) -> None:
+        """Check the vectors of items that came since the last call."""
+        fresh = self.end + np.flatnonzero(table.live[self.end : table.state.next])
+        lost = self.cache.check(fresh, crcs[fresh], read)
+        self.damaged = [position for position in self.damaged if table.live[position]] + lost
+        for first in range(self.end, table.state.next, _BLOCK):
+            rows = slice(first, min(first + _BLOCK, table.state.next))
+            self.squares[rows] = squares(self.cache.rows[rows])
+        self.end = table.state.next
