@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import signal
+import sqlite3
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from idml.embeddings import Embeddings
 from idml.search.engines import Item, Properties
+from idml.search.engines.database import DATABASE
 from idml.search.engines.sqlite import SqliteEngine
 
 D, U = 4, 3
@@ -123,3 +125,14 @@ def child(work):
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def damage_value(path, table, column, id):
+    """Change one byte of a value as a faulty disk does, which SQLite does not notice."""
+    connection = sqlite3.connect(path / DATABASE)
+    query = f"SELECT position, {column} FROM {table} WHERE position = (SELECT position FROM items WHERE id = ?)"
+    position, value = connection.execute(query, (id.encode(),)).fetchone()
+    wrong = value + 1 if isinstance(value, int | float) else bytes([value[0] ^ 4]) + value[1:]
+    connection.execute(f"UPDATE {table} SET {column} = ? WHERE position = ?", (wrong, position))
+    connection.commit()
+    connection.close()

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from made import PROPERTIES, batch, made, state
+from made import PROPERTIES, batch, damage_value, made, state
 
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Added, DamagedGallery, database
@@ -98,17 +98,6 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path, monkeypatch):
     assert min(outcomes["harmless"], outcomes["one item"]) * STEP > 400
 
 
-def damage(path, table, column, id):
-    """Change one byte of a value as a faulty disk does, which SQLite does not notice."""
-    connection = sqlite3.connect(path / DATABASE)
-    query = f"SELECT position, {column} FROM {table} WHERE position = (SELECT position FROM items WHERE id = ?)"
-    position, value = connection.execute(query, (id.encode(),)).fetchone()
-    wrong = value + 1 if isinstance(value, int | float) else bytes([value[0] ^ 4]) + value[1:]
-    connection.execute(f"UPDATE {table} SET {column} = ? WHERE position = ?", (wrong, position))
-    connection.commit()
-    connection.close()
-
-
 @pytest.mark.parametrize(
     ("table", "column"),
     [("vectors", "semantic"), ("vectors", "uncertainty"), ("vectors", "id"), ("thumbnails", "image"), ("items", "id"),
@@ -120,7 +109,7 @@ def test_a_damaged_item_is_named_and_can_be_mended(tmp_path, table, column, mend
     path = tmp_path / "g"
     with small(path) as engine:
         expected = state(engine)
-    damage(path, table, column, "i2")
+    damage_value(path, table, column, "i2")
     for copy in path.glob("vectors-*"):
         copy.unlink()
     with SqliteEngine.open(path, write=True) as engine:
@@ -152,8 +141,8 @@ def test_damage_under_an_open_gallery(tmp_path):
     with small(path) as engine:
         queries = batch((2, 0))[1]
         before = engine.search(queries, 9)
-        damage(path, "vectors", "semantic", "i2")
-        damage(path, "items", "path", "i3")
+        damage_value(path, "vectors", "semantic", "i2")
+        damage_value(path, "items", "path", "i3")
         assert engine.search(queries, 9).ids == before.ids  # the copies are right
         assert {problem.item for problem in engine.verify()} == {"i2", "i3"}
         with pytest.raises(DamagedGallery, match="item 'i2': the vector is damaged"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made import child, state
+from made import child, damage_value, state
 from made_images import encoded, picture, save_run, write_picture
 from PIL import Image
 
@@ -288,10 +288,7 @@ def test_indexing_again_mends_damage(gallery, photos, tmp_path):
     index_folder(gallery, photos)
     expected = state(gallery.engine)
     gallery.close()
-    (file,) = (tmp_path / "g").glob("generation-*/semantic.f32")
-    data = bytearray(file.read_bytes())
-    data[100] ^= 1
-    file.write_bytes(data)
+    damage_value(tmp_path / "g", "vectors", "semantic", expected[2][0].id)
     with Gallery.open(gallery.location, write=True) as opened:
         assert len(opened.engine.verify()) == 1
         assert astuple(index_folder(opened, photos)) == (0, 1, 7, 0, 0)

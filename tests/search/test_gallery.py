@@ -196,7 +196,7 @@ def test_making_a_gallery_again_after_a_kill(run, tmp_path):
     Gallery.create(tmp_path / "g", run).close()
     assert [path.name for path in (tmp_path / "g" / "model").iterdir()] == ["model.safetensors"]
     Gallery.open(tmp_path / "g").close()
-    (tmp_path / "g" / "current.json").unlink()
+    (tmp_path / "g" / "gallery.sqlite").unlink()
     Gallery.create(tmp_path / "g", tmp_path / "g" / "model").close()  # from its own copy
     Gallery.open(tmp_path / "g").close()
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from made import child
-from made_images import DIMENSIONS, cloud, encoded, picture
+from made import child, damage_value
+from made_images import cloud, encoded, picture
 from PIL import Image
 
 from idml.search.engines import Added, Item
@@ -70,7 +70,7 @@ def test_a_broken_upload_changes_nothing(gallery, tmp_path, data):
     assert "\n" not in str(caught.value)
     assert len(gallery) == 0
     assert not (tmp_path / "g" / "uploads").exists()
-    with pytest.raises(ValueError, match="the label of an item must be a sound string"):
+    with pytest.raises(ValueError, match="the label of an item must be a valid string"):
         gallery.add([Upload(encoded(picture(2)), "\ud800")])
     assert len(gallery) == 0
 
@@ -124,11 +124,8 @@ def test_adding_again_mends_a_damaged_item(gallery, tmp_path):
     gallery.add(uploads)
     expected = gallery.engine.embeddings()
     gallery.close()
-    (folder,) = (tmp_path / "g").glob("generation-*")
-    for name, place in (("semantic.f32", 4 * DIMENSIONS), ("thumbnails.bin", -5)):
-        data = bytearray((folder / name).read_bytes())
-        data[place] ^= 1
-        (folder / name).write_bytes(data)
+    damage_value(tmp_path / "g", "vectors", "semantic", uploads[1].id)
+    damage_value(tmp_path / "g", "thumbnails", "image", uploads[2].id)
     with Gallery.open(gallery.location, write=True) as opened:
         assert len(opened.engine.verify()) == 2
         assert opened.add([Upload(x.data) for x in uploads]) == Added(0, 2, 1)
@@ -140,13 +137,10 @@ def test_adding_again_mends_a_damaged_item(gallery, tmp_path):
 # who may do what
 
 
-def test_one_writer_and_readers_that_refresh(gallery):
-    with pytest.raises(ValueError, match="is being written to by another process"):
-        Gallery.open(gallery.location, write=True)
+def test_readers_that_refresh(gallery):
     with Gallery.open(gallery.location) as reader:
         assert (reader.writable, reader.status().writable) == (False, False)
         gallery.add([Upload(encoded(picture(1)), "a")])
-        assert (len(reader), reader.status().items) == (0, 0)
         assert reader.refresh()
         assert (len(reader), reader.status().items, reader.status().classes) == (1, 1, 1)
         assert not reader.refresh()
