@@ -27,7 +27,7 @@ from idml.reproduction.guarantee_study import (
 )
 from idml.reproduction.reproduce import reproduce
 
-ROUNDS = int(os.environ.get("IDML_ROUNDS", "8"))  # 200 by hand
+ROUNDS = int(os.environ.get("IDML_ROUNDS", "6"))  # 200 by hand
 
 
 def made(n, classes, spread, seed=0):
@@ -91,8 +91,8 @@ def test_outcomes_against_loops(pool, labelled):
 
 
 @pytest.fixture(scope="module")
-def measured(pool):
-    rows = []
+def measured():
+    rows, pool = [], made(600, 30, 1.6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guarantee_study, "COMPARED", 3)
         patch.setattr(guarantee_study, "compare_scores", partial(compare_scores, rounds=50))
@@ -100,7 +100,7 @@ def measured(pool):
         for share in (0.0, 0.5):
             facts = {"unknown": share, "rounds": ROUNDS, "seed": 0}
             found[share] = {**facts, **measure_share(pool, share, ROUNDS, rows.append)}
-    assert rows[-1] == {"done": ROUNDS * 1200, "images": ROUNDS * 1200, "what": "calibrated and tested"}
+    assert rows[-1] == {"done": ROUNDS * 600, "images": ROUNDS * 600, "what": "calibrated and tested"}
     return found
 
 
