@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from idml.search.answers import RiskTargets
-from idml.server.responses import Refusal
+from idml.server.responses import ApiError
 from idml.server.service import Batcher
 
 TARGETS = RiskTargets()
@@ -34,7 +34,7 @@ def served(work, search, size=4, seconds=0.005):
 
     async def run():
         with ThreadPoolExecutor(1) as worker:
-            batcher = Batcher(search, worker, size=size, seconds=seconds, seen=sizes.append)
+            batcher = Batcher(search, worker, size=size, seconds=seconds, on_batch=sizes.append)
             batcher.start()
             try:
                 return await work(batcher)
@@ -48,7 +48,7 @@ def test_batches_are_full_and_no_larger():
     search = Searched()
 
     async def work(batcher):
-        return await asyncio.gather(*(batcher.ask(n, 3, TARGETS) for n in range(10)))
+        return await asyncio.gather(*(batcher.search(n, 3, TARGETS) for n in range(10)))
 
     replies, sizes = served(work, search)
     assert replies == [(n, 3, 0.05) for n in range(10)]
@@ -62,7 +62,7 @@ def test_different_wishes_are_searched_apart():
     asked = [(0, 3, TARGETS), (1, 5, TARGETS), (2, 3, RiskTargets(max_error=0.2)), (3, 3, TARGETS)]
 
     async def work(batcher):
-        return await asyncio.gather(*(batcher.ask(*query) for query in asked))
+        return await asyncio.gather(*(batcher.search(*query) for query in asked))
 
     replies, sizes = served(work, search)
     assert replies == [(n, k, targets.max_error) for n, k, targets in asked]
@@ -72,7 +72,7 @@ def test_different_wishes_are_searched_apart():
 
 def test_a_broken_image_fails_only_itself():
     async def work(batcher):
-        return await asyncio.gather(*(batcher.ask(n, 3, TARGETS) for n in (0, "broken", 2)), return_exceptions=True)
+        return await asyncio.gather(*(batcher.search(n, 3, TARGETS) for n in (0, "broken", 2)), return_exceptions=True)
 
     replies, _ = served(work, Searched())
     assert replies[0] == (0, 3, 0.05)
@@ -83,7 +83,7 @@ def test_a_broken_image_fails_only_itself():
 def test_a_single_query_does_not_wait_long():
     async def work(batcher):
         started = time.perf_counter()
-        await batcher.ask(0, 3, TARGETS)
+        await batcher.search(0, 3, TARGETS)
         return time.perf_counter() - started
 
     seconds, sizes = served(work, Searched(), seconds=0.02)
@@ -95,9 +95,9 @@ def test_what_comes_while_the_worker_is_busy_goes_together():
     search = Searched(seconds=0.05)
 
     async def work(batcher):
-        first = asyncio.create_task(batcher.ask("first", 3, TARGETS))
+        first = asyncio.create_task(batcher.search("first", 3, TARGETS))
         await asyncio.sleep(0.02)
-        rest = [asyncio.create_task(batcher.ask(n, 3, TARGETS)) for n in range(3)]
+        rest = [asyncio.create_task(batcher.search(n, 3, TARGETS)) for n in range(3)]
         await asyncio.gather(first, *rest)
 
     _, sizes = served(work, search)
@@ -108,9 +108,9 @@ def test_who_gives_up_is_not_searched_for():
     search = Searched(seconds=0.05)
 
     async def work(batcher):
-        first = asyncio.create_task(batcher.ask("first", 3, TARGETS))
+        first = asyncio.create_task(batcher.search("first", 3, TARGETS))
         await asyncio.sleep(0.02)
-        gone, stays = (asyncio.create_task(batcher.ask(name, 3, TARGETS)) for name in ("gone", "stays"))
+        gone, stays = (asyncio.create_task(batcher.search(name, 3, TARGETS)) for name in ("gone", "stays"))
         await asyncio.sleep(0)
         gone.cancel()
         assert await first == ("first", 3, 0.05)
@@ -126,12 +126,12 @@ def test_closing_answers_what_waits_and_refuses_the_rest():
     search = Searched(seconds=0.02)
 
     async def work(batcher):
-        tasks = [asyncio.create_task(batcher.ask(n, 3, TARGETS)) for n in range(10)]
+        tasks = [asyncio.create_task(batcher.search(n, 3, TARGETS)) for n in range(10)]
         await asyncio.sleep(0)
         await batcher.close()
         assert [await task for task in tasks] == [(n, 3, 0.05) for n in range(10)]
-        with pytest.raises(Refusal, match="shutting down") as refusal:
-            await batcher.ask(11, 3, TARGETS)
+        with pytest.raises(ApiError, match="shutting down") as refusal:
+            await batcher.search(11, 3, TARGETS)
         assert refusal.value.status == 503
 
     served(work, search)

@@ -214,18 +214,18 @@ def test_unforeseen_errors_tell_nothing(gallery, monkeypatch, caplog, call):
 
 
 def test_a_file_that_shrinks_while_it_is_sent(gallery, monkeypatch):
-    from idml.server import responses as page
+    from idml.server import uploads
 
     large = Upload(picture(1, size=(300, 300), format="BMP"))  # more than is read to look at it
     gallery.add([large])
-    id, real = large.id, page.look
+    id, real = large.id, uploads.read_header
 
     def cut(file):
         head = real(file)
         gallery.image_file(id).write_bytes(b"")
         return head
 
-    monkeypatch.setattr(page, "look", cut)
+    monkeypatch.setattr(uploads, "read_header", cut)
     with client_of(gallery) as client, pytest.raises(OSError, match="became shorter"):
         client.get(f"/api/items/{id}/image")  # uvicorn cuts the connection
 

@@ -122,7 +122,7 @@ def test_a_compressed_body_stays_compressed(shared):
 
 
 def test_a_bomb_is_never_decoded(client, monkeypatch):
-    monkeypatch.setattr(service, "decode", None)
+    monkeypatch.setattr(service, "decode_upload", None)
     assert search(client, png_bomb(60_000)).status_code == 413
     assert client.post("/api/items", files={"image": png_bomb(60_000)}).status_code == 413
 
@@ -232,7 +232,7 @@ def test_a_hundred_thousand_parts(shared):
         response = post(shared, content)
         assert time.perf_counter() - started < 5
         assert response.status_code == 422
-        assert "not known" in said(response)
+        assert "unknown field" in said(response)
 
 
 IMAGE = picture(3)
@@ -245,14 +245,14 @@ IMAGE = picture(3)
         (b"nonsense", 422, "broken"),
         (b"--b--\r\n", 422, "needs an image"),
         (multipart(field(b"image", b"")), 422, "needs an image"),
-        (multipart(field(b"file", IMAGE)), 422, "not known"),
+        (multipart(field(b"file", IMAGE)), 422, "unknown field"),
         (multipart(field(b"image", IMAGE), field(b"image", IMAGE)), 422, "twice"),
-        (multipart(field(b"image", IMAGE), field(b"label", b"x")), 422, "not known"),  # searching takes no label
-        (multipart(field(b"../../image", IMAGE)), 422, "not known"),
-        (multipart(field(b"image\x00", IMAGE)), 422, "not known"),
-        (multipart((b"X: y", IMAGE)), 422, "not known"),
+        (multipart(field(b"image", IMAGE), field(b"label", b"x")), 422, "unknown field"),  # searching takes no label
+        (multipart(field(b"../../image", IMAGE)), 422, "unknown field"),
+        (multipart(field(b"image\x00", IMAGE)), 422, "unknown field"),
+        (multipart((b"X: y", IMAGE)), 422, "unknown field"),
         (multipart((b"", IMAGE)), 422, ""),
-        (multipart((b"Content-Disposition: form-data", IMAGE)), 422, "not known"),
+        (multipart((b"Content-Disposition: form-data", IMAGE)), 422, "unknown field"),
         (multipart((b"A: " + b"x" * 100_000, IMAGE)), 422, "broken"),
         (multipart((b"\r\n".join(b"A: x" for _ in range(1000)), IMAGE)), 422, "broken"),
         (multipart(field(b"image", IMAGE))[:-10], 422, "ends too early"),
@@ -322,13 +322,13 @@ def test_a_link_out_of_an_indexed_folder_is_not_served(tmp_path, tiny_run):
 
 
 def test_a_link_put_there_at_the_last_moment_is_not_followed(tmp_path):
-    from idml.server.page import open_picture
-    from idml.server.responses import Refusal
+    from idml.server.responses import ApiError
+    from idml.server.uploads import open_image_file
 
     (tmp_path / "secret.png").write_bytes(picture(1))
     (tmp_path / "link.png").symlink_to(tmp_path / "secret.png")
     os.mkfifo(tmp_path / "pipe.png")
     for name in ("link.png", "pipe.png", "nothing.png", "."):
-        with pytest.raises(Refusal) as refusal:
-            open_picture(tmp_path / name, "id")
+        with pytest.raises(ApiError) as refusal:
+            open_image_file(tmp_path / name)
         assert refusal.value.status == 404

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idml.server import security as module
-from idml.server.security import Keys, Role, is_loopback, needed
+from idml.server.security import Keys, Role, is_loopback, required_role
 
 FULL, READ = "full-key-1", "read-key-2"
 
@@ -71,12 +71,12 @@ def test_a_key_does_not_show():
 
 def test_what_is_needed():
     for path in ("/", "/static/app.js", "/api/health", "/openapi.json"):
-        assert needed("GET", path) == Role.NOBODY
+        assert required_role("GET", path) == Role.NOBODY
     for path in ("/metrics", "/api/gallery", "/api/items", "/api/items/1/image", "/api/map", "/nothing", "/static"):
-        assert needed("GET", path) == Role.READER
-    assert needed("POST", "/api/search") == Role.READER
+        assert required_role("GET", path) == Role.READER
+    assert required_role("POST", "/api/search") == Role.READER
     for method, path in [("POST", "/api/items"), ("PATCH", "/api/items/1"), ("DELETE", "/api/items/1"), ("BREW", "/")]:
-        assert needed(method, path) == Role.WRITER
+        assert required_role(method, path) == Role.WRITER
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.9.9.9", "::1"])

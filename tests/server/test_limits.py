@@ -1,4 +1,4 @@
-"""Rates and room: what is taken on never exceeds what is allowed."""
+"""RateLimiter and room: what is taken on never exceeds what is allowed."""
 
 import asyncio
 import random
@@ -8,22 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idml.server import limits as module
-from idml.server.limits import Rates, Room, whole_seconds
+from idml.server.limits import Budget, RateLimiter, whole_seconds
 
 
 @given(st.floats(0.1, 100), st.integers(1, 20), st.lists(st.floats(0, 3), max_size=60))
 def test_a_client_never_gets_more_than_its_rate(rate, burst, pauses):
     now, passed = 0.0, []
-    rates = Rates(rate, burst, clock=lambda: now)
+    rates = RateLimiter(rate, burst, clock=lambda: now)
     for pause in pauses:
         now += pause
-        missing = rates.wait("10.0.0.1")
+        missing = rates.take("10.0.0.1")
         assert missing >= 0
         if missing == 0:
             passed.append(now)
         else:  # who waits so long is served
             now += missing * (1 + 1e-9) + 1e-9
-            assert rates.wait("10.0.0.1") == 0
+            assert rates.take("10.0.0.1") == 0
             passed.append(now)
     for i, start in enumerate(passed):  # in every window
         for j in range(i, len(passed)):
@@ -31,25 +31,25 @@ def test_a_client_never_gets_more_than_its_rate(rate, burst, pauses):
 
 
 def test_clients_do_not_share():
-    rates = Rates(1.0, 1, clock=lambda: 0.0)
-    assert [rates.wait(f"10.0.0.{n}") for n in range(9)] == [0.0] * 9
-    assert rates.wait("10.0.0.0") == 1.0
+    rates = RateLimiter(1.0, 1, clock=lambda: 0.0)
+    assert [rates.take(f"10.0.0.{n}") for n in range(9)] == [0.0] * 9
+    assert rates.take("10.0.0.0") == 1.0
 
 
 def test_one_network_of_ipv6_is_one_client():
-    rates = Rates(1.0, 1, clock=lambda: 0.0)
-    assert rates.wait("2001:db8::1") == 0
-    assert rates.wait("2001:db8::ffff:2") == 1
-    assert rates.wait("2001:db8:0:1::1") == 0
+    rates = RateLimiter(1.0, 1, clock=lambda: 0.0)
+    assert rates.take("2001:db8::1") == 0
+    assert rates.take("2001:db8::ffff:2") == 1
+    assert rates.take("2001:db8:0:1::1") == 0
 
 
 def test_addresses_are_not_remembered_without_end(monkeypatch):
-    monkeypatch.setattr(module, "_ADDRESSES", 10)
-    rates = Rates(1.0, 1, clock=lambda: 0.0)
+    monkeypatch.setattr(module, "_MAX_ADDRESSES", 10)
+    rates = RateLimiter(1.0, 1, clock=lambda: 0.0)
     for n in range(100):
-        assert rates.wait(f"10.0.0.{n}") == 0
+        assert rates.take(f"10.0.0.{n}") == 0
     assert len(rates) == 10
-    assert rates.wait("10.0.0.99") == 1  # the latest are known
+    assert rates.take("10.0.0.99") == 1  # the latest are known
 
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.001, 1), (1.0, 1), (1.2, 2)])
@@ -59,11 +59,11 @@ def test_whole_seconds(seconds, header):
 
 def test_room_is_never_exceeded_and_all_comes_back():
     async def run(seed):
-        chance, room, held, most = random.Random(seed), Room(10), 0, 0
+        chance, room, held, most = random.Random(seed), Budget(10), 0, 0
 
         async def user(amount):
             nonlocal held, most
-            async with room.taken(amount):
+            async with room.reserve(amount):
                 held += min(amount, 10)
                 most = max(most, held)
                 assert held <= 10
@@ -78,7 +78,7 @@ def test_room_is_never_exceeded_and_all_comes_back():
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert room.free == 10
-        assert not room._line
+        assert not room._waiting
         return most
 
     assert max(asyncio.run(run(seed)) for seed in range(5)) == 10
@@ -86,10 +86,10 @@ def test_room_is_never_exceeded_and_all_comes_back():
 
 def test_room_is_given_in_order():
     async def run():
-        room, order = Room(4), []
+        room, order = Budget(4), []
 
         async def user(name, amount):
-            async with room.taken(amount):
+            async with room.reserve(amount):
                 order.append(name)
                 await asyncio.sleep(0)
 

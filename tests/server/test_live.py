@@ -458,12 +458,12 @@ def test_a_gallery_that_is_not_there(tmp_path):
 def test_beside_a_writer_it_only_reads(tmp_path, tiny_run):
     notes = []
     place = tmp_path / "g"
-    with made_gallery(place, tiny_run), running._opened(place, None, "torch", notes.append) as second:
+    with made_gallery(place, tiny_run), running._open_gallery(place, None, "torch", notes.append) as second:
         assert not second.writable
         assert len(second) == 12
     assert len(notes) == 1
     assert "reading only" in notes[0]
-    with running._opened(place, None, "torch", notes.append) as alone:
+    with running._open_gallery(place, None, "torch", notes.append) as alone:
         assert alone.writable
     assert len(notes) == 1
 

@@ -21,11 +21,11 @@ from idml.calibration.stored import Calibration
 from idml.data.images import decode_image
 from idml.model import fingerprint
 from idml.search.answers import RiskTargets
-from idml.server import schemas as shapes
+from idml.server import schemas
 from idml.server.app import build_app
 from idml.server.limits import Limits
 from idml.server.security import LOCAL, Keys
-from idml.server.serve import connection
+from idml.server.serve import connection_protocol
 
 pytest_plugins = ["browsing"]
 
@@ -46,7 +46,7 @@ class Served:
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
         app = build_app(gallery, keys=keys or Keys(), limits=limits, hosts=LOCAL)
-        config = uvicorn.Config(app, http=connection(limits), ws="none", lifespan="on", log_config=None)
+        config = uvicorn.Config(app, http=connection_protocol(limits), ws="none", lifespan="on", log_config=None)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([listener],))
         self._thread.start()
@@ -192,10 +192,10 @@ def test_what_the_service_refuses_is_one_line_on_the_page(gallery, serve, visit,
     page = visit(serve(gallery))
     line = page.locator("#error")
     page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": b"no image at all"})
-    expect(line).to_contain_text("this is no image of a known format")
+    expect(line).to_contain_text("this is not an image of a known format")
     page.set_input_files("#file", {"name": "b.png", "mimeType": "image/png", "buffer": picture(1)[:-300]})
     expect(line).to_contain_text("upload")
-    page.evaluate("""() => {  // more than a connection holds: it is refused while it is being sent
+    page.evaluate("""() => {  // more than a connection buffers: it is refused while it is being sent
       const dataTransfer = new DataTransfer();
       dataTransfer.items.add(new File([new Uint8Array(8e6)], "large.png", { type: "image/png" }));
       document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true }));
@@ -219,14 +219,14 @@ def test_the_stand_in_speaks_as_the_service_does():
     stand_in = StandIn()
     try:
         for shape, said in (
-            (shapes.About, stand_in.gallery()),
-            (shapes.Answered, stand_in.reply("match.png", 0.05)),
-            (shapes.Shown, stand_in.items[0]),
-            (shapes.Map, {"points": stand_in.points()}),
-            (shapes.Page, {"total": 1, "items": stand_in.items[:1]}),
+            (schemas.GalleryInfo, stand_in.gallery()),
+            (schemas.SearchAnswer, stand_in.reply("match.png", 0.05)),
+            (schemas.ItemInfo, stand_in.items[0]),
+            (schemas.GalleryMap, {"points": stand_in.points()}),
+            (schemas.ItemPage, {"total": 1, "items": stand_in.items[:1]}),
         ):
             assert json.loads(shape.model_validate(said).model_dump_json()).keys() == said.keys()
-        assert shapes.Result.model_fields.keys() == stand_in.reply("", 0.05)["results"][0].keys()
-        assert shapes.Promised.model_fields.keys() == stand_in.gallery()["promises"][0].keys()
+        assert schemas.FoundItem.model_fields.keys() == stand_in.reply("", 0.05)["results"][0].keys()
+        assert schemas.Guarantee.model_fields.keys() == stand_in.gallery()["promises"][0].keys()
     finally:
         stand_in.close()

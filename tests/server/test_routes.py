@@ -150,7 +150,7 @@ def test_names_that_are_no_utf8(client, gallery, monkeypatch):
 def test_read_only_beside_a_writer(gallery, tmp_path, monkeypatch):
     from idml.server import service
 
-    monkeypatch.setattr(service, "_FOLLOW", 0.05)
+    monkeypatch.setattr(service, "_POLL_SECONDS", 0.05)
     with client_of(Gallery.open(tmp_path / "gallery")) as reader:
         assert reader.get("/api/gallery").json()["writable"] is False
         id = identity(picture(0))

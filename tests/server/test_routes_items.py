@@ -79,7 +79,7 @@ def test_an_item_whose_file_is_gone(client, gallery):
     file.write_bytes(b"<html>no image any more")
     response = client.get(f"/api/items/{id}/image")
     assert response.status_code == 404
-    assert "no image" in said(response)
+    assert "not an image" in said(response)
     file.unlink()
     response = client.get(f"/api/items/{id}/image")
     assert response.status_code == 404

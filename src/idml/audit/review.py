@@ -73,7 +73,7 @@ def review_app(folder: str | Path, data: str, *, split: str = "official") -> "Fa
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from idml.server.responses import Json, Refusal
+    from idml.server.responses import ApiError, JsonResponse
 
     review = Review(Path(folder), data, split)
 
@@ -89,38 +89,38 @@ def review_app(folder: str | Path, data: str, *, split: str = "official") -> "Fa
     @app.middleware("http")
     async def guarded(request: Request, following: Callable[[Request], Awaitable[Response]]) -> Response:
         stranger = _stranger(request)
-        response = await following(request) if stranger is None else Refusal(403, stranger).response()
+        response = await following(request) if stranger is None else ApiError(403, stranger).response()
         response.headers.update(_HEADERS)
         return response
 
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, refusal: Refusal) -> Response:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, refusal: ApiError) -> Response:
         return refusal.response()
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> Response:
-        return Refusal(error.status_code, str(error.detail)).response()
+        return ApiError(error.status_code, str(error.detail)).response()
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return Refusal(422, f"{first['loc'][-1]}: {first['msg']}").response()
+        return ApiError(422, f"{first['loc'][-1]}: {first['msg']}").response()
 
     @app.exception_handler(ValueError)
     async def impossible(request: Request, error: ValueError) -> Response:
-        return Refusal(422, str(error)).response()
+        return ApiError(422, str(error)).response()
 
     @app.exception_handler(OSError)
     async def broken(request: Request, error: OSError) -> Response:
-        return Refusal(507, f"nothing was kept: {error.strerror or error}").response()
+        return ApiError(507, f"nothing was kept: {error.strerror or error}").response()
 
     def picture(number: int, side: int) -> Response:
         if number not in review.shown:
-            raise Refusal(404, f"the audit names no image {number}")
+            raise ApiError(404, f"the audit names no image {number}")
         try:
             data = review.picture(number, side)
         except (ValueError, OSError) as error:
-            raise Refusal(404, str(error)) from None
+            raise ApiError(404, str(error)) from None
         return Response(data, media_type="image/jpeg", headers={"cache-control": "private, max-age=60"})
 
     @app.get("/")
@@ -130,7 +130,7 @@ def review_app(folder: str | Path, data: str, *, split: str = "official") -> "Fa
     @app.get("/static/{name}")
     def static(name: str) -> Response:
         if name not in _STATIC:
-            raise Refusal(404, "there is no such file")
+            raise ApiError(404, "there is no such file")
         content = (files("idml.server") / "static_review" / name).read_bytes()
         return Response(content, media_type=_STATIC[name], headers={"cache-control": "no-cache"})
 
@@ -143,15 +143,15 @@ def review_app(folder: str | Path, data: str, *, split: str = "official") -> "Fa
         told = review.audit
         size = f"{told['images']:,} images of {told['classes']:,} classes"
         words = f"{told['data']}: {size}, as {told['model']} sees them"
-        return Json({"about": words, "notes": told["notes"]})
+        return JsonResponse({"about": words, "notes": told["notes"]})
 
     @app.get("/api/next")
     def following(kind: str = ALL, after: int = -1, decided: bool = False) -> Response:
-        return Json(review.told(review.next(kind, after, decided=decided)))
+        return JsonResponse(review.told(review.next(kind, after, decided=decided)))
 
     @app.get("/api/labels")
     def labels(text: str = "") -> Response:
-        return Json({"labels": review.labels(text)})
+        return JsonResponse({"labels": review.labels(text)})
 
     @app.get("/api/images/{number}")
     def image(number: int) -> Response:
@@ -166,16 +166,16 @@ def review_app(folder: str | Path, data: str, *, split: str = "official") -> "Fa
         given = await _body(request)
         place, decision, label = given.get("item"), given.get("decision"), given.get("label", "")
         if type(place) is not int or not isinstance(decision, str) or not isinstance(label, str):
-            raise Refusal(422, "a decision has an item (a number), a decision and, to relabel, a label")
+            raise ApiError(422, "a decision has an item (a number), a decision and, to relabel, a label")
         if not 0 <= place < len(review.findings):
-            raise Refusal(404, f"the audit has no item {place}")
+            raise ApiError(404, f"the audit has no item {place}")
         await run_in_threadpool(review.decide, place, decision, label.strip())
-        return Json(await run_in_threadpool(review.told, place))
+        return JsonResponse(await run_in_threadpool(review.told, place))
 
     @app.post("/api/cleaned")
     async def clean(request: Request) -> Response:
         await _body(request)
-        return Json(asdict(await run_in_threadpool(review.clean)))
+        return JsonResponse(asdict(await run_in_threadpool(review.clean)))
 
     return app
 
@@ -196,21 +196,21 @@ def _stranger(request: "Request") -> str | None:
 
 async def _body(request: "Request") -> dict[str, Any]:
     """The JSON object that was sent. A form, which another site's page could send, is none."""
-    from idml.server.responses import Refusal
+    from idml.server.responses import ApiError
 
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refusal(415, "send application/json")
+        raise ApiError(415, "send application/json")
     data = b""
     async for part in request.stream():
         data += part
         if len(data) > _BODY:
-            raise Refusal(413, f"a decision has at most {_BODY:,} bytes")
+            raise ApiError(413, f"a decision has at most {_BODY:,} bytes")
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
-        raise Refusal(422, "the body is not JSON") from None
+        raise ApiError(422, "the body is not JSON") from None
     if not isinstance(given, dict):
-        raise Refusal(422, "the body is not a JSON object")
+        raise ApiError(422, "the body is not a JSON object")
     return given
 
 

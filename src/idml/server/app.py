@@ -1,11 +1,11 @@
-"""The routes."""
+"""The routes of the service."""
 
 import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Security
 from fastapi.exceptions import RequestValidationError
@@ -16,25 +16,21 @@ from starlette.responses import Response
 
 import idml
 from idml.search.answers import RiskTargets
+from idml.search.engines import Item
+from idml.search.gallery import Gallery
 from idml.server.limits import Limits
 from idml.server.metrics import CONTENT_TYPE, Metrics
-from idml.server.page import Files, open_picture, picture_headers
-from idml.server.responses import Json, Refusal, text
-from idml.server.schemas import About, Answered, Error, Health, Kept, Map, Page, Shown
-from idml.server.security import Guard, Keys, Role
+from idml.server.responses import ApiError, JsonResponse, OpenFileResponse, PageFiles, image_headers, json_text
+from idml.server.schemas import AddedItem, Error, GalleryInfo, GalleryMap, Health, ItemInfo, ItemPage, SearchAnswer
+from idml.server.security import Keys, RequestGuard, Role
 from idml.server.service import Order, Service
-from idml.server.uploads import clean_label, look, read_form
+from idml.server.uploads import clean_label, open_image_file, read_form, read_header
 
-if TYPE_CHECKING:
-    from idml.search.engines import Item
-    from idml.search.gallery import Gallery
+_MAX_LABEL_BODY = 5000  # bytes
 
 
-_LABEL_BODY = 5000  # bytes
-
-
-def build_app(gallery: "Gallery", *, keys: Keys, limits: Limits, hosts: frozenset[str] | None) -> FastAPI:
-    """The service as an ASGI application; it closes the gallery at its end. See `Guard` for the arguments."""
+def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[str] | None) -> FastAPI:
+    """Build the ASGI application, which closes the gallery at shutdown. See `RequestGuard` for the arguments."""
     metrics = Metrics()
     service = Service(gallery, limits, metrics)
 
@@ -50,23 +46,23 @@ def build_app(gallery: "Gallery", *, keys: Keys, limits: Limits, hosts: frozense
         title="idml",
         description="Image search that knows when it does not know.",
         version=idml.__version__,
-        docs_url=None,  # it would load scripts from another host
+        docs_url=None,  # its page would load scripts from another host
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, keys=keys, limits=limits, metrics=metrics, hosts=hosts)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    _add_page(app, service, metrics)
-    _add_reading(app, service)
-    _add_search(app, service)
-    _add_changes(app, service)
+    app.add_middleware(RequestGuard, keys=keys, limits=limits, metrics=metrics, hosts=hosts)
+    app.add_exception_handler(HTTPException, _handle_http_error)
+    app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
+    _add_page_routes(app, service, metrics)
+    _add_read_routes(app, service)
+    _add_search_route(app, service)
+    _add_change_routes(app, service)
     return app
 
 
-def _add_page(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    files = Files()
+def _add_page_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    files = PageFiles()
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -78,111 +74,114 @@ def _add_page(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/api/health", response_model=Health, responses=_errors(429, 503))
     async def health() -> Response:
-        """Whether the service is there; needs no key."""
+        """Check that the service is running; needs no key."""
         return _json(Health(items=await service.read(len, service.gallery)))
 
     @app.get("/metrics", **_reading(), response_class=Response)
     async def prometheus() -> Response:
-        """Requests, answers, batches, the gallery and the process, for Prometheus."""
-        content = await service.read(lambda: metrics.text(len(service.gallery)))
+        """Get metrics for Prometheus: requests, answers, batches, the gallery and the process."""
+        content = await service.read(lambda: metrics.render(len(service.gallery)))
         return Response(content, headers={"content-type": CONTENT_TYPE})
 
 
-def _add_reading(app: FastAPI, service: Service) -> None:
-    @app.get("/api/gallery", response_model=About, **_reading())
-    async def about(request: Request) -> Response:
-        """The gallery, and what can be promised about its answers."""
-        found = await service.read(service.about)
-        may = found.writable and request.scope["role"] == Role.WRITER
-        return _json(found.model_copy(update={"writable": may}))
+def _add_read_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/api/gallery", response_model=GalleryInfo, **_reading())
+    async def gallery(request: Request) -> Response:
+        """Describe the gallery, and what can be guaranteed about its answers."""
+        info = await service.read(service.info)
+        writable = info.writable and request.scope["role"] == Role.WRITER
+        return _json(info.model_copy(update={"writable": writable}))
 
-    @app.get("/api/items", response_model=Page, **_reading())
+    @app.get("/api/items", response_model=ItemPage, **_reading())
     async def items(
         order: Order = "added",
         label: Annotated[str, Query(max_length=400)] = "",
         offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
         limit: Annotated[int, Query(ge=1, le=500)] = 60,
     ) -> Response:
-        """Some of the items: as they were added, or the most uncertain first; of one label, or of all."""
+        """List items: in the order they were added, or the most uncertain first; all, or those with one label."""
 
-        def look_up() -> Page:
+        def read_page() -> ItemPage:
             total, rows = service.listing().page(order, label or None, offset, limit)
             found = zip(service.gallery.get_many([id for id, _ in rows]), rows, strict=True)
-            return Page(total=total, items=[Shown.of(item, level) for item, (_, level) in found if item is not None])
+            shown = [ItemInfo.of(item, level) for item, (_, level) in found if item is not None]
+            return ItemPage(total=total, items=shown)
 
-        return _json(await service.read(look_up))
+        return _json(await service.read(read_page))
 
-    @app.get("/api/items/{id}", response_model=Shown, **_reading(404))
+    @app.get("/api/items/{id}", response_model=ItemInfo, **_reading(404))
     async def item(id: str) -> Response:
-        """One item."""
+        """Get one item."""
         levels = service.gallery.engine.levels
-        return _json(await service.read_item(id, lambda item: Shown.of(item, float(levels([item.id])[0]))))
+        return _json(await service.read_item(id, lambda item: ItemInfo.of(item, float(levels([item.id])[0]))))
 
     @app.get("/api/items/{id}/thumbnail", **_reading(404), response_class=Response)
     async def thumbnail(id: str) -> Response:
-        """The item's small picture."""
+        """Get the thumbnail of an item."""
         content = await service.read_item(id, lambda item: service.gallery.thumbnail(item.id))
         if not content:
-            raise Refusal(404, "this item has no thumbnail")
-        return Response(content, headers=picture_headers(look(io.BytesIO(content)), id))
+            raise ApiError(404, "this item has no thumbnail")
+        header = read_header(io.BytesIO(content))
+        return Response(content, headers=image_headers(header.media_type, header.file_name(id)))
 
     @app.get("/api/items/{id}/image", **_reading(404), response_class=Response)
     async def image(id: str) -> Response:
-        """The item's file, as it is."""
+        """Get the image file of an item, unchanged."""
 
-        def look_up(item: "Item") -> Response:
+        def open_image(item: Item) -> Response:
             path = service.gallery.image_file(item.id)
             if path is None:
-                raise Refusal(404, "this item has no file")
-            return open_picture(path, item.id)
+                raise ApiError(404, "this item has no file")
+            file, size, header = open_image_file(path)
+            return OpenFileResponse(file, size, image_headers(header.media_type, header.file_name(item.id)))
 
-        return await service.read_item(id, look_up)
+        return await service.read_item(id, open_image)
 
-    @app.get("/api/map", response_model=Map, **_reading())
+    @app.get("/api/map", response_model=GalleryMap, **_reading())
     async def map() -> Response:
-        """The items in the plane, alike ones near each other (t-SNE). The first one takes a while."""
-        return _json(Map(points=await service.map()))
+        """Get the map (t-SNE), with similar items close together. The first request after a change takes long."""
+        return _json(GalleryMap(points=await service.map()))
 
 
-def _add_search(app: FastAPI, service: Service) -> None:
-    @app.post("/api/search", response_model=Answered, **_reading(408, 413, 415), openapi_extra=_form("image"))
+def _add_search_route(app: FastAPI, service: Service) -> None:
+    @app.post("/api/search", response_model=SearchAnswer, **_reading(408, 413, 415), openapi_extra=_form("image"))
     async def search(
         request: Request,
         k: Annotated[int, Query(ge=1, le=100)] = 12,
         max_error: Annotated[float, Query(gt=0, lt=1)] = 0.05,
         max_missed: Annotated[float | None, Query(gt=0, lt=1)] = None,
     ) -> Response:
-        """Look an image up: at most ``max_error`` of the answers *match* are wrong, where that can be promised.
+        """Search for an image. At most ``max_error`` of the answers *match* are wrong, where this can be guaranteed.
 
-        With ``max_missed``, ``set_size`` says how many results it takes that at most this share of the queries whose
-        class is in the collection get none of it; there are as many then, even if that is more than ``k``.
+        With ``max_missed``, the result list is long enough to contain a right image for all but this share of the
+        queries whose class is in the collection. ``set_size`` is this length, which may be more than ``k``.
         """
         fields = await read_form(request, ("image",))
         started = perf_counter()
         reply = await service.search(fields["image"], k, RiskTargets(max_error=max_error, max_missed=max_missed))
-        return _json(Answered.of(reply, perf_counter() - started))
+        return _json(SearchAnswer.of(reply, perf_counter() - started))
 
 
-def _add_changes(app: FastAPI, service: Service) -> None:
+def _add_change_routes(app: FastAPI, service: Service) -> None:
     form = _form("image", "label")
 
     @app.post(
-        "/api/items", status_code=201, response_model=Kept, **_reading(403, 408, 413, 415, 507), openapi_extra=form
+        "/api/items", status_code=201, response_model=AddedItem, **_reading(403, 408, 413, 415, 507), openapi_extra=form
     )
     async def add(request: Request) -> Response:
-        """Add an image, with a label or without."""
+        """Add an image, with or without a label."""
         service.check_writable()
         fields = await read_form(request, ("image", "label"))
         try:
             label = fields.get("label", b"").decode()
         except UnicodeDecodeError:
-            raise Refusal(422, "the label is not UTF-8") from None
+            raise ApiError(422, "the label is not UTF-8") from None
         id, new = await service.add(fields["image"], clean_label(label))
-        return _json(Kept(id=id, new=new), 201)
+        return _json(AddedItem(id=id, new=new), 201)
 
     @app.patch("/api/items/{id}", status_code=204, **_reading(403, 404, 408, 413, 415, 507), openapi_extra=_LABEL)
     async def relabel(id: str, request: Request) -> Response:
-        """Give an item another label, or none."""
+        """Change or remove the label of an item."""
         await service.relabel(id, await _read_label(request))
         return Response(status_code=204)
 
@@ -195,38 +194,38 @@ def _add_changes(app: FastAPI, service: Service) -> None:
 
 async def _read_label(request: Request) -> str | None:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refusal(415, 'send {"label": …} as application/json')
+        raise ApiError(415, 'send {"label": …} as application/json')
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > _LABEL_BODY:
-            raise Refusal(413, f"the request is larger than {_LABEL_BODY} bytes")
+        if len(body) > _MAX_LABEL_BODY:
+            raise ApiError(413, f"the request is larger than {_MAX_LABEL_BODY} bytes")
     try:
         content = json.loads(bytes(body))
     except (ValueError, RecursionError):
-        raise Refusal(422, "the body is not JSON") from None
+        raise ApiError(422, "the body is not JSON") from None
     label = content.get("label", 0) if isinstance(content, dict) and len(content) == 1 else 0
     if not (label is None or isinstance(label, str)):
-        raise Refusal(422, 'the body must be {"label": text or null}')
+        raise ApiError(422, 'the body must be {"label": text or null}')
     return clean_label(label)
 
 
-def _json(content: BaseModel, status: int = 200) -> Json:
-    return Json(content.model_dump(), status)
+def _json(content: BaseModel, status: int = 200) -> JsonResponse:
+    return JsonResponse(content.model_dump(), status)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """What the router does not know."""
+async def _handle_http_error(request: Request, error: Exception) -> Response:
+    """Answer a request with an unknown address or method."""
     assert isinstance(error, HTTPException)
     reason = {404: "there is nothing here", 405: "this method is not known here"}.get(error.status_code, "bad request")
-    return Json({"error": reason}, error.status_code, dict(error.headers or {}))
+    return JsonResponse({"error": reason}, error.status_code, dict(error.headers or {}))
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    """A parameter that is not what it should be: the first one."""
+async def _handle_invalid_parameter(request: Request, error: Exception) -> Response:
+    """Report the first invalid parameter."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return Refusal(422, f"{text(str(first['loc'][-1]))}: {first['msg']}").response()
+    return ApiError(422, f"{json_text(str(first['loc'][-1]))}: {first['msg']}").response()
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -234,7 +233,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _reading(*statuses: int) -> dict[str, Any]:
-    """What OpenAPI says of a route that needs a key. (The door asks for it, not the route.)"""
+    """Build the OpenAPI description of a route that needs a key. `RequestGuard` checks the key, not the route."""
     key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
     return {"dependencies": [key], "responses": _errors(401, *statuses, 422, 429, 500, 503)}
 

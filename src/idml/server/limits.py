@@ -1,4 +1,4 @@
-"""How much the service takes on: of one client, of one request, and of all together."""
+"""Limits of the service: per client, per request, and in total."""
 
 import asyncio
 import ipaddress
@@ -9,53 +9,53 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-_ADDRESSES = 10_000  # remembered at most
+_MAX_ADDRESSES = 10_000  # client addresses kept in memory
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a service; those of an image's pixels are `idml.data.images.MAX_PIXELS`."""
+    """The limits of a service. The limit of an image's pixels is `idml.data.images.MAX_PIXELS`."""
 
     body: int = 20_000_000
     """Bytes of a request's body."""
     bodies: int = 500_000_000
-    """Bytes of all bodies that are held at once."""
+    """Bytes of all bodies in memory."""
     pixels: int = 200_000_000
-    """Pixels of all decoded queries that are held at once (3 bytes each); further ones wait in line."""
+    """Pixels of all decoded images in memory (3 bytes each); further images wait."""
     rate: float = 50.0
-    """Requests a second of one client address, in the long run …"""
+    """Requests per second from one client address, on average …"""
     burst: int = 200
-    """… and at once."""
+    """… and in one burst."""
     queue: int = 64
-    """Uploads that are being worked on or wait for it."""
+    """Uploads and changes that are processed or waiting."""
     batch: int = 16
     """Queries that are embedded and searched together …"""
     batch_seconds: float = 0.005
-    """… and how long the first one waits for the others."""
+    """… and how long the first one waits for others."""
     connections: int = 500
     """Open connections."""
     head_seconds: float = 10.0
-    """From a connection, or the answer before, to the end of the request's headers."""
+    """Time for the headers of a request, from the connection or from the previous response."""
     body_seconds: float = 60.0
-    """From the headers to the end of the body."""
+    """Time for the body of a request, from the end of its headers."""
     write_seconds: float = 30.0
-    """A client that takes no bytes of its answer for so long is given up."""
+    """Close the connection of a client that takes no bytes of its response for this long."""
     stop_seconds: int = 30
-    """What is in flight at the end has so long."""
+    """Time to finish open requests at shutdown."""
 
 
-class Rates:
-    """A token bucket for each client address (of IPv6, for each /64: one client may have all of it)."""
+class RateLimiter:
+    """A token bucket for each client address. IPv6 addresses share one per /64, which a single client may own."""
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._burst, self._clock = rate, burst, clock
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, when; the latest last
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, last use
 
-    def wait(self, client: str) -> float:
-        """Take a token: 0, or how many seconds are missing for one.
+    def take(self, client: str) -> float:
+        """Take a token and return 0; if there is none, return in how many seconds there will be one.
 
-        >>> rates = Rates(2.0, 1, clock=lambda: 0.0)
-        >>> [rates.wait("127.0.0.1") for _ in range(2)]
+        >>> limiter = RateLimiter(2.0, 1, clock=lambda: 0.0)
+        >>> [limiter.take("127.0.0.1") for _ in range(2)]
         [0.0, 0.5]
         """
         now, address = self._clock(), _address(client)
@@ -63,7 +63,7 @@ class Rates:
         tokens = min(self._burst, tokens + (now - then) * self._rate)
         short = max(0.0, 1 - tokens)
         self._buckets[address] = (tokens if short else tokens - 1, now)
-        if len(self._buckets) > _ADDRESSES:
+        if len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.popitem(last=False)
         return short / self._rate
 
@@ -80,38 +80,38 @@ def _address(client: str) -> str:
 
 
 def whole_seconds(seconds: float) -> int:
-    """For a Retry-After header: whole, and at least 1."""
+    """Round up for a Retry-After header, to at least 1."""
     return max(1, math.ceil(seconds))
 
 
-class Room:
-    """A limited amount of something; who finds too little left waits in line, first come, first served."""
+class Budget:
+    """A limited amount that tasks reserve parts of. If too little is left, they wait, first come, first served."""
 
     def __init__(self, total: int) -> None:
         self.total = self.free = total
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
-    async def taken(self, amount: int) -> AsyncIterator[None]:
-        """Hold an amount; one larger than the whole room waits until it has all of it."""
+    async def reserve(self, amount: int) -> AsyncIterator[None]:
+        """Hold an amount until the end of the block; more than the total counts as the total."""
         amount = min(amount, self.total)
         ticket = asyncio.get_running_loop().create_future()
-        self._line.append((amount, ticket))
-        self._call()
+        self._waiting.append((amount, ticket))
+        self._grant()
         try:
             await ticket
             yield
         finally:
             if ticket.done() and not ticket.cancelled():
                 self.free += amount
-            else:  # given up while waiting
+            else:  # cancelled while waiting
                 with suppress(ValueError):
-                    self._line.remove((amount, ticket))
-            self._call()
+                    self._waiting.remove((amount, ticket))
+            self._grant()
 
-    def _call(self) -> None:
-        while self._line and self._line[0][0] <= self.free:
-            amount, ticket = self._line.popleft()
+    def _grant(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self.free:
+            amount, ticket = self._waiting.popleft()
             if not ticket.cancelled():
                 self.free -= amount
                 ticket.set_result(None)

@@ -1,28 +1,45 @@
-"""What the service says: JSON that every reader accepts, and refusals of one line."""
+"""Responses of the service: JSON, one-line errors, the files of the page, and image files."""
 
+import asyncio
 import json
 import math
+from pathlib import Path
+from typing import BinaryIO
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+PAGE_FOLDER = Path(__file__).parent / "static"
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
+_CHUNK = 1 << 16
 
 
-class Refusal(Exception):
-    """A request that is not served: the HTTP status, one line that says why, and when to try again."""
+# -------------------- JSON and errors --------------------
+
+
+class ApiError(Exception):
+    """A request that is refused: the HTTP status, a reason in one line, and after how many seconds to try again."""
 
     def __init__(self, status: int, reason: str, *, retry_after: int | None = None) -> None:
         super().__init__(reason)
         self.status, self.reason, self.retry_after = status, reason, retry_after
 
-    def response(self) -> "Json":
-        """The answer that says so."""
+    def response(self) -> "JsonResponse":
+        """Build the response that reports the error."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return Json({"error": " ".join(self.reason.split())}, self.status, headers)
+        return JsonResponse({"error": " ".join(self.reason.split())}, self.status, headers)
 
 
-class Json(Response):
-    """A JSON answer in ASCII, without NaN; what a person must not see from a cache is not kept by one."""
+class JsonResponse(Response):
+    """A JSON response in ASCII, without NaN, that caches must not store."""
 
     media_type = "application/json"
 
@@ -30,23 +47,72 @@ class Json(Response):
         super().__init__(content, status_code, {"cache-control": "no-store", **(headers or {})})
 
     def render(self, content: object) -> bytes:
-        """The bytes."""
+        """Encode the content."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def number(value: float | None) -> float | None:
-    """A number as JSON can hold it: what is not finite becomes null.
+def json_number(value: float | None) -> float | None:
+    """Convert a number for JSON: NaN and infinity become null.
 
-    >>> number(0.5), number(float("nan")), number(None)
+    >>> json_number(0.5), json_number(float("nan")), json_number(None)
     (0.5, None, None)
     """
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def text(value: str) -> str:
-    """A name as JSON readers accept it: bytes of a file name that were no UTF-8 become the replacement character.
+def json_text(value: str) -> str:
+    """Convert a name for JSON: bytes of a file name that are not UTF-8 become the replacement character.
 
-    >>> text("caf\\udce9")
+    >>> json_text("caf\\udce9")
     'caf\ufffd'
     """
     return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+# -------------------- files --------------------
+
+
+class PageFiles:
+    """The static files of the page. Their names are listed once at the start, so no name can lead to another file."""
+
+    def __init__(self, folder: Path = PAGE_FOLDER) -> None:
+        self._files = {path.name: path for path in folder.iterdir() if path.suffix in _MEDIA_TYPES}
+
+    async def response(self, name: str) -> Response:
+        """Build the response with the file of this name."""
+        path = self._files.get(name)
+        if path is None:
+            raise ApiError(404, "there is no such file")
+        content = await asyncio.to_thread(path.read_bytes)
+        return Response(content, headers={"cache-control": "no-cache"}, media_type=_MEDIA_TYPES[path.suffix])
+
+
+def image_headers(media_type: str, file_name: str) -> dict[str, str]:
+    """Build the headers of an image."""
+    return {
+        "content-type": media_type,
+        "content-disposition": f'inline; filename="{file_name}"',
+        "cache-control": "private, max-age=60",
+        "vary": "x-api-key, authorization",
+    }
+
+
+class OpenFileResponse(Response):
+    """An open file, sent in chunks and closed at the end."""
+
+    def __init__(self, file: BinaryIO, size: int, headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "content-length": str(size)})
+        self._file, self._left = file, size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while self._left:
+                chunk = await asyncio.to_thread(self._file.read, min(_CHUNK, self._left))
+                if not chunk:
+                    raise OSError("an image file became shorter while it was sent")
+                self._left -= len(chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": self._left > 0})
+        finally:
+            self._file.close()

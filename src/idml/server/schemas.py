@@ -1,34 +1,32 @@
-"""The shapes of what the service returns, as OpenAPI shows them."""
+"""The JSON objects that the service returns, as OpenAPI documents them."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
-from idml.server.responses import number, text
-
-if TYPE_CHECKING:
-    from idml.calibration.risk_control import RiskGuarantee
-    from idml.search.engines import Item
-    from idml.search.gallery import Gallery, Reply
-    from idml.search.gallery import Result as Found
-    from idml.search.tsne_map import Point
+from idml.calibration.risk_control import RiskGuarantee
+from idml.search.engines import Item
+from idml.search.gallery import Gallery
+from idml.search.results import Reply, Result
+from idml.search.tsne_map import Point
+from idml.server.responses import json_number, json_text
 
 
 class Error(BaseModel):
-    """Why a request was not served, in one line."""
+    """Why a request was refused, in one line."""
 
     error: str
 
 
 class Health(BaseModel):
-    """That the service is there."""
+    """The service is running."""
 
     status: Literal["ok"] = "ok"
     items: int
 
 
-class Promised(BaseModel):
-    """What can be promised for one wished error rate; ``confidence`` 0.9: one calibration in ten may fail."""
+class Guarantee(BaseModel):
+    """What can be guaranteed for one error rate. ``confidence`` 0.9: one calibration in ten may fail."""
 
     max_error: float
     confidence: float
@@ -38,22 +36,22 @@ class Promised(BaseModel):
     reason: str
 
     @classmethod
-    def of(cls, promise: "RiskGuarantee") -> "Promised":
-        """As the calibration gives it."""
+    def of(cls, guarantee: RiskGuarantee) -> "Guarantee":
+        """Convert a guarantee of the calibration."""
         return cls(
-            max_error=promise.max_error,
-            confidence=promise.confidence,
-            possible=promise.possible,
-            threshold=number(promise.threshold),
-            coverage=number(promise.coverage),
-            reason=promise.reason,
+            max_error=guarantee.max_error,
+            confidence=guarantee.confidence,
+            possible=guarantee.possible,
+            threshold=json_number(guarantee.threshold),
+            coverage=json_number(guarantee.coverage),
+            reason=guarantee.reason,
         )
 
 
-class About(BaseModel):
-    """The gallery; promises hold where no more than ``unknown_share`` of the queries have no right answer in it.
+class GalleryInfo(BaseModel):
+    """The gallery. Guarantees hold if at most ``unknown_share`` of the queries have no right answer in it.
 
-    ``writable`` is for whoever asks.
+    ``writable`` says whether the sender of the request may change the gallery.
     """
 
     items: int
@@ -64,11 +62,11 @@ class About(BaseModel):
     unknown_share: float | None
     drift: str
     writable: bool
-    promises: list[Promised]
+    promises: list[Guarantee]
 
     @classmethod
-    def of(cls, gallery: "Gallery") -> "About":
-        """As it is now."""
+    def of(cls, gallery: Gallery) -> "GalleryInfo":
+        """Describe the current state of a gallery."""
         status = gallery.status()
         return cls(
             items=status.items,
@@ -76,15 +74,15 @@ class About(BaseModel):
             classes=status.classes,
             model=status.model,
             calibrated=status.calibrated,
-            unknown_share=number(status.unknown_share),
+            unknown_share=json_number(status.unknown_share),
             drift=status.drift,
             writable=status.writable,
-            promises=[Promised.of(promise) for promise in gallery.guarantees()],
+            promises=[Guarantee.of(guarantee) for guarantee in gallery.guarantees()],
         )
 
 
-class Result(BaseModel):
-    """An item that was found; ``probability`` that it is of the query's class, null if uncalibrated."""
+class FoundItem(BaseModel):
+    """An item that was found; ``probability`` that it has the class of the query, null if uncalibrated."""
 
     id: str
     path: str
@@ -95,23 +93,24 @@ class Result(BaseModel):
     duplicates: list[str]
 
     @classmethod
-    def of(cls, found: "Found") -> "Result":
-        """As the gallery found it."""
+    def of(cls, found: Result) -> "FoundItem":
+        """Convert a result of the gallery."""
         return cls(
             id=found.id,
-            path=text(found.path),
-            label=None if found.label is None else text(found.label),
-            distance=number(found.distance),
-            probability=number(found.probability),
-            level=number(found.level),
+            path=json_text(found.path),
+            label=None if found.label is None else json_text(found.label),
+            distance=json_number(found.distance),
+            probability=json_number(found.probability),
+            level=json_number(found.level),
             duplicates=list(found.duplicates),
         )
 
 
-class Answered(BaseModel):
-    """The answer to a query and what was found, nearest first.
+class SearchAnswer(BaseModel):
+    """The answer to a query and the items that were found, nearest first.
 
-    ``set_size``: the first so many results hold a right image as surely as asked; null if not asked or not possible.
+    ``set_size``: how many of the first results contain a right image at the requested rate; null if not requested or
+    not possible.
     """
 
     state: Literal["match", "unsure", "not in the collection"]
@@ -121,29 +120,29 @@ class Answered(BaseModel):
     calibrated: bool
     level: float | None
     set_size: int | None
-    results: list[Result]
+    results: list[FoundItem]
     notes: list[str]
     took_ms: float
 
     @classmethod
-    def of(cls, reply: "Reply", seconds: float) -> "Answered":
-        """As the gallery answered, after so many seconds."""
+    def of(cls, reply: Reply, seconds: float) -> "SearchAnswer":
+        """Convert a reply of the gallery, which took ``seconds``."""
         answer = reply.answer
         return cls(
             state=answer.state.value,
-            reason=text(answer.reason),
-            probability=number(answer.probability),
-            novelty=number(answer.novelty),
+            reason=json_text(answer.reason),
+            probability=json_number(answer.probability),
+            novelty=json_number(answer.novelty),
             calibrated=reply.calibrated,
-            level=number(reply.level),
+            level=json_number(reply.level),
             set_size=answer.results,
-            results=[Result.of(result) for result in reply.results],
-            notes=[text(note) for note in reply.notes],
+            results=[FoundItem.of(result) for result in reply.results],
+            notes=[json_text(note) for note in reply.notes],
             took_ms=round(1000 * seconds, 1),
         )
 
 
-class Shown(BaseModel):
+class ItemInfo(BaseModel):
     """An item; ``level`` is its uncertainty ‖u‖."""
 
     id: str
@@ -152,27 +151,27 @@ class Shown(BaseModel):
     level: float | None
 
     @classmethod
-    def of(cls, item: "Item", level: float) -> "Shown":
-        """As the gallery keeps it."""
-        label = None if item.label is None else text(item.label)
-        return cls(id=item.id, path=text(item.path), label=label, level=number(level))
+    def of(cls, item: Item, level: float) -> "ItemInfo":
+        """Convert an item of the gallery."""
+        label = None if item.label is None else json_text(item.label)
+        return cls(id=item.id, path=json_text(item.path), label=label, level=json_number(level))
 
 
-class Page(BaseModel):
-    """Some of the items, and how many there are."""
+class ItemPage(BaseModel):
+    """Some of the items, and the total number."""
 
     total: int
-    items: list[Shown]
+    items: list[ItemInfo]
 
 
-class Kept(BaseModel):
-    """The item that an uploaded image has become; not new if it was there before."""
+class AddedItem(BaseModel):
+    """The item of an uploaded image; not new if it existed before."""
 
     id: str
     new: bool
 
 
-class Place(BaseModel):
+class MapPoint(BaseModel):
     """An item on the map."""
 
     id: str
@@ -182,13 +181,15 @@ class Place(BaseModel):
     level: float | None
 
     @classmethod
-    def of(cls, point: "Point") -> "Place":
-        """As the map has it."""
-        label = None if point.label is None else text(point.label)
-        return cls(id=point.id, x=number(point.x), y=number(point.y), label=label, level=number(point.level))
+    def of(cls, point: Point) -> "MapPoint":
+        """Convert a point of the map."""
+        label = None if point.label is None else json_text(point.label)
+        return cls(
+            id=point.id, x=json_number(point.x), y=json_number(point.y), label=label, level=json_number(point.level)
+        )
 
 
-class Map(BaseModel):
+class GalleryMap(BaseModel):
     """The map of the gallery."""
 
-    points: list[Place]
+    points: list[MapPoint]

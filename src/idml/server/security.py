@@ -1,8 +1,15 @@
-"""The door: what every request passes before a route sees it, and what every answer carries.
+"""ASGI middleware: host, rate, key, origin and size checks.
 
-In this order: the Host header (against DNS rebinding), the client's rate, its key, the Origin header (against requests
-that another site's page sends), the length of the body. An error that nobody foresaw becomes a 500 that says nothing
-but that; the trace goes to the log.
+Every request passes these checks in this order: the Host header (against DNS rebinding), the rate of the client, its
+key, the Origin header (against requests from the pages of other sites), and the length of the body. An unexpected error
+becomes a 500 without details; the traceback goes to the log. Every response gets the security headers.
+
+Two keys from the environment give access; they are compared in constant time:
+
+    IDML_API_KEY     everything
+    IDML_READ_KEY    reading and searching
+
+Without a key the service is open, and listens only on the loopback interface. With only the read key, nobody can write.
 """
 
 import asyncio
@@ -20,26 +27,34 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from idml.server.limits import Limits, Rates, whole_seconds
+from idml.server.limits import Limits, RateLimiter, whole_seconds
 from idml.server.metrics import Metrics
-from idml.server.responses import Refusal
+from idml.server.responses import ApiError
 
-# -------------------- keys --------------------
-# Who may do what: two keys from the environment, compared in constant time.
-#
-#     IDML_API_KEY     everything
-#     IDML_READ_KEY    reading and searching
-#
-# With neither the service is open, and listens on the loopback interface only. With the read key alone nobody can
-# write.
-
-
+log = logging.getLogger("idml.server")
+LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_PAGE = (
+    "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+_DATA = "default-src 'none'; frame-ancestors 'none'; sandbox"  # also when an image is opened in its own tab
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+_INTERNAL_ERROR = ApiError(500, "internal error, see the server's log")
 _PUBLIC = ("/", "/api/health", "/openapi.json")
 SAFE = ("GET", "HEAD")
 
 
+# -------------------- keys --------------------
+
+
 class Role(IntEnum):
-    """What a request may do, or needs; each holds the ones before it."""
+    """What a request may do; each role includes the previous ones."""
 
     NOBODY = 0
     READER = 1
@@ -47,7 +62,7 @@ class Role(IntEnum):
 
 
 class Keys:
-    """The keys of a service; only their hashes are kept.
+    """The keys of a service; only their hashes are stored.
 
     >>> keys = Keys("full-key", "read-key")
     >>> keys.role({"x-api-key": "full-key"}).name, keys.role({"authorization": "Bearer read-key"}).name
@@ -66,42 +81,44 @@ class Keys:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Keys":
-        """The keys that the environment sets."""
+        """Read the keys from the environment."""
         return cls(environment.get("IDML_API_KEY"), environment.get("IDML_READ_KEY"))
 
     @property
     def open(self) -> bool:
-        """No key is set: everybody who reaches the service may do everything."""
+        """Whether no key is set: everybody who reaches the service may do everything."""
         return self._api is None and self._read is None
 
     @property
     def can_write(self) -> bool:
-        """There is a key that may write."""
+        """Whether there is a key that may write."""
         return self._api is not None
 
     def role(self, headers: Mapping[str, str]) -> Role:
-        """What the sender of these headers may do."""
+        """Return what the sender of these headers may do."""
         if self.open:
             return Role.WRITER
-        given = _hash(presented(headers) or "")
-        # Both are compared, whatever the first says: the time must tell nothing.
+        given = _hash(sent_key(headers) or "")
+        # Always compare both: the time must reveal nothing.
         api, read = (known is not None and hmac.compare_digest(given, known) for known in (self._api, self._read))
         return Role.WRITER if api else Role.READER if read else Role.NOBODY
 
 
-def presented(headers: Mapping[str, str]) -> str | None:
-    """The key that a request carries, if it carries one."""
+def sent_key(headers: Mapping[str, str]) -> str | None:
+    """Return the key in the headers of a request, or None."""
     if key := headers.get("x-api-key"):
         return key
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else None
 
 
-def needed(method: str, path: str) -> Role:
-    """What a request has to be allowed: the page and its health are for everybody, searching only reads.
+def required_role(method: str, path: str) -> Role:
+    """Return the role that a request needs. The page and the health check are public; searching needs a reader.
 
-    >>> needed("GET", "/static/app.js").name, needed("POST", "/api/search").name, needed("POST", "/api/items").name
-    ('NOBODY', 'READER', 'WRITER')
+    >>> [required_role("POST", path).name for path in ("/api/search", "/api/items")]
+    ['READER', 'WRITER']
+    >>> required_role("GET", "/static/app.js").name
+    'NOBODY'
     """
     if method in SAFE:
         return Role.NOBODY if path in _PUBLIC or path.startswith("/static/") else Role.READER
@@ -109,7 +126,7 @@ def needed(method: str, path: str) -> Role:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there; a name other than localhost counts as not.
+    """Return whether only this machine can reach a host; of all names, only localhost counts.
 
     >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::", "example.org")]
     [True, True, True, False, False, False]
@@ -126,126 +143,112 @@ def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-log = logging.getLogger("idml.server")
-LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_PAGE = (
-    "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'"
-)
-_DATA = "default-src 'none'; frame-ancestors 'none'; sandbox"  # also for an image opened in a tab of its own
-_HEADERS = {
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
-}
-_UNFORESEEN = Refusal(500, "internal error, see the server's log")
+# -------------------- middleware --------------------
 
 
-class Guard:
-    """The door as ASGI middleware.
+class RequestGuard:
+    """The middleware.
 
     Args:
-        app: what is behind it.
-        keys: who may do what.
-        limits: how much is taken on.
-        metrics: where requests are counted.
-        hosts: the names the service answers to (IPv6 in brackets), without port; all if None.
+        app: the application to protect.
+        keys: the keys that give access.
+        limits: the limits for clients and requests.
+        metrics: counts the requests.
+        hosts: the host names that are accepted, without port (IPv6 in brackets); None accepts all.
     """
 
     def __init__(
         self, app: ASGIApp, *, keys: Keys, limits: Limits, metrics: Metrics, hosts: frozenset[str] | None
     ) -> None:
         self._app, self._keys, self._limits, self._metrics, self._hosts = app, keys, limits, metrics, hosts
-        self._rates = Rates(limits.rate, limits.burst)
-        self.held = 0  # bytes of all bodies under way
+        self._limiter = RateLimiter(limits.rate, limits.burst)
+        self.body_bytes = 0  # of all bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Handle one request."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body, answer, started = _Body(self, receive, self._limits), _Answer(scope, send), perf_counter()
+        body, response, started = _Body(self, receive, self._limits), _Response(scope, send), perf_counter()
         try:
-            self._admit(scope)
-            await self._app(scope, body.receive, answer.send)
-        except Refusal as refusal:
-            if answer.status:
+            self._check(scope)
+            await self._app(scope, body.receive, response.send)
+        except ApiError as error:
+            if response.status:
                 raise
-            await refusal.response()(scope, receive, answer.send)
+            await error.response()(scope, receive, response.send)
         except ClientDisconnect:
-            pass  # nobody is left to be told
+            pass  # no client is left to answer
         except Exception:
-            if answer.status:
-                raise  # too late for another answer: the connection is cut
-            log.exception("%s %s failed", scope["method"], route(scope))
-            await _UNFORESEEN.response()(scope, receive, answer.send)
+            if response.status:
+                raise  # too late for another response: close the connection
+            log.exception("%s %s failed", scope["method"], _route(scope))
+            await _INTERNAL_ERROR.response()(scope, receive, response.send)
         finally:
-            self.held -= body.size
-            self._metrics.served(scope["method"], route(scope), answer.status, perf_counter() - started)
+            self.body_bytes -= body.size
+            self._metrics.count_request(scope["method"], _route(scope), response.status, perf_counter() - started)
 
-    def _admit(self, scope: Scope) -> None:
+    def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
         if self._hosts is not None and _without_port(host) not in self._hosts:
-            raise Refusal(403, "this service answers to localhost only; give it as the host")
-        if missing := self._rates.wait(scope["client"][0] if scope.get("client") else ""):
-            raise Refusal(429, "too many requests, slow down", retry_after=whole_seconds(missing))
-        role, wanted = self._keys.role(headers), needed(scope["method"], scope["path"])
+            raise ApiError(403, "this service accepts only localhost as the host name")
+        if missing := self._limiter.take(scope["client"][0] if scope.get("client") else ""):
+            raise ApiError(429, "too many requests, slow down", retry_after=whole_seconds(missing))
+        role, wanted = self._keys.role(headers), required_role(scope["method"], scope["path"])
         if role < wanted and role == Role.NOBODY:
-            wrong = "this key is not known" if presented(headers) else "a key is needed"
-            raise Refusal(401, f"{wrong}; send it as X-API-Key or Authorization: Bearer")
+            wrong = "this key is not known" if sent_key(headers) else "a key is needed"
+            raise ApiError(401, f"{wrong}; send it as X-API-Key or Authorization: Bearer")
         if role < wanted:
-            raise Refusal(403, "this key may only read and search")
+            raise ApiError(403, "this key may only read and search")
         scope["role"] = role
         if self._keys.open and scope["method"] not in SAFE and not _same_origin(headers.get("origin"), host):
-            raise Refusal(403, "this request comes from the page of another site")
+            raise ApiError(403, "this request comes from the page of another site")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._limits.body:
-            raise too_large(self._limits)
+            raise _too_large(self._limits)
 
 
 class _Body:
-    """A request's body while it comes in: counted, and not waited for without end."""
+    """Receives the body of a request: counts its bytes and limits the time."""
 
-    def __init__(self, guard: Guard, receive: Receive, limits: Limits) -> None:
+    def __init__(self, guard: RequestGuard, receive: Receive, limits: Limits) -> None:
         self._guard, self._receive, self._limits = guard, receive, limits
         self._until: float | None = asyncio.get_running_loop().time() + limits.body_seconds
         self.size = 0
 
     async def receive(self) -> Message:
-        """The next part of it; after the last one, that the client is gone."""
+        """Receive the next message."""
         try:
             async with asyncio.timeout_at(self._until):
                 message = await self._receive()
         except TimeoutError:
-            raise Refusal(408, f"the body did not arrive within {self._limits.body_seconds:g} seconds") from None
+            raise ApiError(408, f"the body did not arrive within {self._limits.body_seconds:g} seconds") from None
         size = len(message.get("body", b""))
         self.size += size
-        self._guard.held += size
+        self._guard.body_bytes += size
         if self.size > self._limits.body:
-            raise too_large(self._limits)
-        if self._guard.held > self._limits.bodies:
-            raise Refusal(503, "too many uploads at once, try again", retry_after=1)
+            raise _too_large(self._limits)
+        if self._guard.body_bytes > self._limits.bodies:
+            raise ApiError(503, "too many uploads at once, try again", retry_after=1)
         if not message.get("more_body", False):
             self._until = None
         return message
 
 
-class _Answer:
-    """The answer as it goes out: its status is remembered, its head gets what every answer carries."""
+class _Response:
+    """Sends the response: remembers its status and adds the security headers."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._policy = _PAGE if scope["path"] == "/" or scope["path"].startswith("/static/") else _DATA
         self._send = send
-        self.status = 0  # nothing was sent
+        self.status = 0  # nothing was sent yet
 
     async def send(self, message: Message) -> None:
-        """Send a part of it."""
+        """Send a message."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
@@ -255,13 +258,12 @@ class _Answer:
         await self._send(message)
 
 
-def too_large(limits: Limits) -> Refusal:
-    """The refusal of a body."""
-    return Refusal(413, f"the request is larger than {limits.body / 1e6:g} MB")
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the request is larger than {limits.body / 1e6:g} MB")
 
 
-def route(scope: Scope) -> str:
-    """The route's pattern: a request's own path would make the log and the metrics grow without end."""
+def _route(scope: Scope) -> str:
+    """Return the pattern of the route; the paths of requests would make the metrics grow without limit."""
     path: str = getattr(scope.get("route"), "path", "other")
     return path
 

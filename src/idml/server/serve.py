@@ -1,4 +1,4 @@
-"""Serving a gallery over HTTP until a signal says to stop."""
+"""`idml serve`: serve a gallery over HTTP until a signal ends it."""
 
 import asyncio
 import json
@@ -7,74 +7,69 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from idml.progress import Note
 from idml.search.embedder import Runtime
+from idml.search.gallery import Gallery
+from idml.server.app import build_app
 from idml.server.limits import Limits
-from idml.server.security import Keys, is_loopback
-
-if TYPE_CHECKING:
-    from idml.search.gallery import Gallery
+from idml.server.security import LOCAL, Keys, is_loopback
 
 
-def _say(line: str) -> None:
+def _print_note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def serve(
-    place: str | Path,
+    location: str | Path,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     run: str | Path | None = None,
     runtime: Runtime = "torch",
     limits: Limits | None = None,
-    note: Note = _say,
+    note: Note = _print_note,
 ) -> None:
-    """Serve a gallery and the page until SIGTERM or SIGINT; what is in flight is finished, then the gallery is closed.
+    """Serve a gallery and the page until SIGTERM or SIGINT; then finish open requests and close the gallery.
 
-    The keys come from the environment, `IDML_API_KEY` and `IDML_READ_KEY` (see `idml.server.security`). Where another
-    process writes to the gallery, or nobody may, it is served for reading.
+    The keys come from the environment, `IDML_API_KEY` and `IDML_READ_KEY` (see `idml.server.security`). If another
+    process writes to the gallery, or if it cannot be written, it is served for reading only.
 
     Args:
-        place: the gallery, a folder or milvus://host:port/collection.
-        host: the address to listen on; other than loopback only with a key.
-        port: 0 takes a free one.
+        location: the gallery, a folder or milvus://host:port/collection.
+        host: the address to listen on; an address other than loopback needs a key.
+        port: 0 chooses a free one.
         run: the run of a Milvus gallery.
-        runtime: what runs the model.
-        limits: how much is taken on.
-        note: is told where the service is, and what to know about it.
+        runtime: the library that runs the model.
+        limits: for clients and requests.
+        note: called with the address of the service and other lines for the user.
     """
-    import uvicorn
-
-    from idml.server.app import build_app
-    from idml.server.security import LOCAL
-
     limits = limits or Limits()
     keys = Keys.from_environment(os.environ)
     local = is_loopback(host)
     if not local and not keys.can_write:
         raise ValueError(f"set IDML_API_KEY to listen on {host}: without a key only loopback addresses are allowed")
-    with _bound(host, port) as listener, _opened(place, run, runtime, note) as gallery:
+    with _bind(host, port) as listener, _open_gallery(location, run, runtime, note) as gallery:
         name = f"[{host}]" if ":" in host else host
         app = build_app(gallery, keys=keys, limits=limits, hosts=LOCAL | {name.lower()} if local else None)
         config = uvicorn.Config(
             app,
-            http=connection(limits),
+            http=connection_protocol(limits),
             ws="none",
             loop="asyncio",
             lifespan="on",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # a client must not choose the address that its rate is counted under
+            proxy_headers=False,  # a client must not choose the address for its rate limit
             server_header=False,
             timeout_graceful_shutdown=limits.stop_seconds,
         )
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # clients would write our log
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # clients could fill the log
         address = f"http://{name}:{listener.getsockname()[1]}/"
         words = "everybody on this machine may read and change it" if keys.open else "a key is needed"
 
@@ -82,13 +77,13 @@ def serve(
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 if self.started:
-                    note(f"{place} is served at {address} ({words}); Ctrl-C ends it")
+                    note(f"{location} is served at {address} ({words}); Ctrl-C ends it")
 
         Server(config).run([listener])
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket at the address; nobody can connect before the service is ready."""
+def _bind(host: str, port: int) -> socket.socket:
+    """Bind a socket to the address. Nobody can connect before the service listens."""
     if not 0 <= port <= 65535:
         raise ValueError(f"a port is a number from 0 (any that is free) to 65535, got {port}")
     try:
@@ -108,23 +103,17 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _opened(place: str | Path, run: str | Path | None, runtime: Runtime, note: Note) -> "Gallery":
-    from idml.search.gallery import Gallery
-
+def _open_gallery(location: str | Path, run: str | Path | None, runtime: Runtime, note: Note) -> Gallery:
+    """Open the gallery for writing, or for reading with a note if that fails."""
     try:
-        return Gallery.open(place, run=run, write=True, runtime=runtime)
+        return Gallery.open(location, run=run, write=True, runtime=runtime)
     except (ValueError, OSError) as reason:
-        gallery = Gallery.open(place, run=run, runtime=runtime)  # if that is not the matter, it says so again
+        gallery = Gallery.open(location, run=run, runtime=runtime)  # raises again if reading fails too
         note(f"for reading only: {reason}")
         return gallery
 
 
-# -------------------- connection --------------------
-# A connection that is not waited for without end: uvicorn's HTTP protocol with deadlines.
-#
-# The deadline of a body is the door's (`idml.server.security`). After an answer to a request whose body was not read to
-# its end, what still comes is thrown away until the next deadline: closing at once would take the answer from the
-# client.
+# -------------------- connections with deadlines --------------------
 
 
 _BODY = json.dumps({"error": "too many connections, try again"}).encode()
@@ -134,14 +123,19 @@ _FULL = (
 )
 
 
-def connection(limits: Limits) -> type[asyncio.Protocol]:
-    """The protocol with these limits, for uvicorn."""
+def connection_protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with deadlines for headers and for slow readers, and a limit of connections.
+
+    The deadline for a body is in `idml.server.security`. After the response to a request whose body was not read to
+    its end, the rest of the body is discarded until the next deadline. Closing the connection at once could destroy the
+    response before the client has read it.
+    """
 
     class Connection(H11Protocol):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self._next: asyncio.TimerHandle | None = None  # by when the next request must have begun
-            self._taken: asyncio.TimerHandle | None = None  # by when the client must have taken some of the answer
+            self._request_timer: asyncio.TimerHandle | None = None  # deadline for the next request
+            self._write_timer: asyncio.TimerHandle | None = None  # deadline for the client to read more
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
             super().connection_made(transport)
@@ -157,22 +151,22 @@ def connection(limits: Limits) -> type[asyncio.Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if not self._serving():  # else the next request was there already
+            if not self._serving():  # otherwise the next request has already arrived
                 self._wait_for_request()
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._taken = self.loop.call_later(limits.write_seconds, self.transport.abort)
+            self._write_timer = self.loop.call_later(limits.write_seconds, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            if self._taken is not None:
-                self._taken.cancel()
+            if self._write_timer is not None:
+                self._write_timer.cancel()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._cancel()
-            if self._taken is not None:
-                self._taken.cancel()
+            if self._write_timer is not None:
+                self._write_timer.cancel()
             super().connection_lost(exc)
 
         def _serving(self) -> bool:
@@ -182,10 +176,10 @@ def connection(limits: Limits) -> type[asyncio.Protocol]:
             self._cancel()
             unsent = self.transport.get_write_buffer_size() > 0
             seconds = max(limits.write_seconds, limits.head_seconds) if unsent else limits.head_seconds
-            self._next = self.loop.call_later(seconds, self.transport.abort)
+            self._request_timer = self.loop.call_later(seconds, self.transport.abort)
 
         def _cancel(self) -> None:
-            if self._next is not None:
-                self._next.cancel()
+            if self._request_timer is not None:
+                self._request_timer.cancel()
 
     return Connection

@@ -1,9 +1,12 @@
-"""What is uploaded: a multipart body read piece by piece, and images looked at before they are decoded.
+"""Untrusted images and form data: multipart bodies, uploaded images, and image files on disk.
 
-Names, endings and content types are not believed; what counts is the format that the bytes have.
+File names, extensions and content types from the client are ignored. The format is read from the bytes.
 """
 
 import io
+import os
+import stat
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from unicodedata import category
 
@@ -15,55 +18,92 @@ from starlette.requests import Request
 
 from idml.data.images import FORMATS, MAX_PIXELS, decode_image
 from idml.search.gallery_folder import EXTENSIONS
-from idml.server.responses import Refusal
+from idml.server.responses import ApiError
 
-_FIELD = 2000  # bytes of a field that is no image
+_MAX_FIELD = 2000  # bytes of a form field other than the image
 
 
-class Head(NamedTuple):
-    """What the head of an image says."""
+# -------------------- images --------------------
+
+
+class ImageHeader(NamedTuple):
+    """The format and the number of pixels, read from the header of an image."""
 
     format: str
     pixels: int
 
     @property
     def media_type(self) -> str:
-        """Its content type."""
+        """The content type."""
         return f"image/{self.format.lower()}"
 
-    @property
-    def ending(self) -> str:
-        """Of a file name."""
-        return EXTENSIONS[self.format]
+    def file_name(self, id: str) -> str:
+        """Return a file name made of an item's id."""
+        return f"{id}.{EXTENSIONS[self.format]}"
 
 
-def look(file: BinaryIO) -> Head:
-    """The format and size of an image, without decoding it; one that will not be decoded is refused."""
+def read_header(file: BinaryIO) -> ImageHeader:
+    """Read the format and size of an image without decoding it; refuse an image that must not be decoded."""
     try:
         with Image.open(file, formats=FORMATS) as image:
-            format = str(image.format)
-            head = Head("JPEG" if format == "MPO" else format, image.width * image.height)  # MPO: several in one file
+            format = str(image.format)  # MPO: several JPEGs in one file
+            header = ImageHeader(
+                "JPEG" if format == "MPO" else format, image.width * image.height
+            )  # MPO: several JPEGs
     except UnidentifiedImageError:
-        raise Refusal(415, f"this is no image of a known format ({', '.join(FORMATS)})") from None
+        raise ApiError(415, f"this is not an image of a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
-        head = Head("", MAX_PIXELS + 1)
-    except Exception:  # decoders raise whatever they like
-        raise Refusal(422, "the image is broken") from None
-    if head.pixels > MAX_PIXELS:
-        raise Refusal(413, f"the image has more than {MAX_PIXELS:,} pixels")
-    return head
+        header = ImageHeader("", MAX_PIXELS + 1)
+    except Exception:  # image decoders raise many kinds of exceptions
+        raise ApiError(422, "the image is broken") from None
+    if header.pixels > MAX_PIXELS:
+        raise ApiError(413, f"the image has more than {MAX_PIXELS:,} pixels")
+    return header
 
 
-def decode(data: bytes) -> Image.Image:
-    """The image as RGB, or a refusal that says what is wrong with it."""
+def decode_upload(data: bytes) -> Image.Image:
+    """Decode an image as RGB; an `ApiError` says what is wrong with it."""
     try:
         return decode_image(io.BytesIO(data), "upload")
     except ValueError as error:
-        raise Refusal(422, str(error)) from None
+        raise ApiError(422, str(error)) from None
+
+
+class ImageFile(NamedTuple):
+    """An open image file."""
+
+    file: BinaryIO
+    size: int
+    header: ImageHeader
+
+
+def open_image_file(path: Path) -> ImageFile:
+    """Open the image file of an item; refuse anything that is not a regular file with an image in it."""
+    try:
+        # Do not follow a link or wait for a pipe that someone put there in the meantime.
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except OSError:
+        raise ApiError(404, "the file of this item does not exist") from None
+    try:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ApiError(404, "the file of this item is not a regular file")
+        try:
+            header = read_header(file)
+        except ApiError:
+            raise ApiError(404, "the file of this item is not an image of a known format") from None
+        file.seek(0)
+        return ImageFile(file, status.st_size, header)
+    except BaseException:
+        file.close()
+        raise
+
+
+# -------------------- forms --------------------
 
 
 class _Form:
-    """Takes the parts of a multipart body as the parser finds them."""
+    """Collects the fields of a multipart body; the parser calls these methods."""
 
     def __init__(self, known: tuple[str, ...]) -> None:
         self.fields: dict[str, bytearray] = {}
@@ -87,26 +127,26 @@ class _Form:
 
     def on_headers_finished(self) -> None:
         if self._name not in self._known:
-            raise Refusal(422, f"the form has a field that is not known here; known are: {', '.join(self._known)}")
+            raise ApiError(422, f"the form has an unknown field; known fields: {', '.join(self._known)}")
         if self._name in self.fields:
-            raise Refusal(422, f"the form has the field {self._name!r} twice")
+            raise ApiError(422, f"the form has the field {self._name!r} twice")
         self.fields[self._name] = bytearray()
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         field = self.fields[self._name]
         field += data[start:end]
-        if self._name != "image" and len(field) > _FIELD:
-            raise Refusal(413, f"the field {self._name!r} is longer than {_FIELD} bytes")
+        if self._name != "image" and len(field) > _MAX_FIELD:
+            raise ApiError(413, f"the field {self._name!r} is longer than {_MAX_FIELD} bytes")
 
     def on_end(self) -> None:
         self.ended = True
 
 
 async def read_form(request: Request, known: tuple[str, ...]) -> dict[str, bytes]:
-    """The fields of a multipart request. The first part that is not known, or comes twice, ends the reading."""
+    """Read the fields of a multipart request; stop at the first unknown or repeated field."""
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise Refusal(415, "send a multipart/form-data body with the image in the field 'image'")
+        raise ApiError(415, "send a multipart/form-data body with the image in the field 'image'")
     form = _Form(known)
     callbacks = {name: getattr(form, name) for name in dir(form) if name.startswith("on_")}
     try:
@@ -114,17 +154,17 @@ async def read_form(request: Request, known: tuple[str, ...]) -> dict[str, bytes
         async for chunk in request.stream():
             parser.write(chunk)
     except FormParserError:
-        raise Refusal(422, "the multipart body is broken") from None
+        raise ApiError(422, "the multipart body is broken") from None
     if not form.ended:
-        raise Refusal(422, "the multipart body ends too early")
+        raise ApiError(422, "the multipart body ends too early")
     if not form.fields.get("image"):
-        raise Refusal(422, "the form needs an image in the field 'image'")
+        raise ApiError(422, "the form needs an image in the field 'image'")
     return {name: bytes(value) for name, value in form.fields.items()}
 
 
 def clean_label(label: str | None) -> str | None:
-    """A label as it is kept: without spaces around it, None if nothing is left; what is no line of text is refused."""
+    """Strip a label; None if it is empty. A label that is not one line of text is refused."""
     label = (label or "").strip()
     if len(label) > 200 or any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in label):
-        raise Refusal(422, "a label is one line of at most 200 characters, without control characters")
+        raise ApiError(422, "a label is one line of at most 200 characters, without control characters")
     return label or None
