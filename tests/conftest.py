@@ -16,6 +16,17 @@ def _same_random_numbers():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """A run with a small, untrained model."""
+    from idml.model import build_model, save_model
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run")
+    save_model(build_model("conv4", embedding_dim=16, image_size=28), folder)
+    return folder
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """With IDML_NO_SKIP set, a skipped test is a failed test."""

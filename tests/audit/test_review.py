@@ -19,7 +19,7 @@ from reviewed import FOREIGN, WRONG, audited, copied
 from serving import said
 
 from idml.audit import review as review_module
-from idml.audit.decisions import FILE, read
+from idml.audit.decisions import DECISIONS_FILE, read_decisions
 from idml.audit.review import review_app, serve_review
 from idml.audit.run import audit_run
 
@@ -73,7 +73,7 @@ def test_one_image_at_a_time_with_its_evidence(client):
     assert told["progress"]["all"]["total"] == sum(told["progress"][kind]["total"] for kind in told["progress"]) / 2
     assert following(client, kind="mislabelled", after=item["id"])["item"]["id"] == item["id"] + 1
     assert following(client, kind="duplicate")["item"]["kind"] == "duplicate"
-    assert client.get("/api/review").json()["about"].startswith("folder: 37 images of 6 classes, as ")
+    assert client.get("/api/review").json()["about"].startswith("folder: 37 images of 6 classes; model: ")
 
 
 def test_going_round_and_to_the_end(client):
@@ -103,7 +103,7 @@ def test_images_are_shown_and_only_those_of_the_audit(client, place):
     named = {item["number"] for item in json.loads((place / "out" / "audit.json").read_text())["findings"]}
     assert len(named) < 37
     for number in (-1, 37, 10**12):
-        assert "names no image" in said(client.get(f"/api/images/{number}"))
+        assert "lists no image" in said(client.get(f"/api/images/{number}"))
     (place / "data" / item["image"]).unlink()
     answer = client.get(f"/api/images/{item['number']}")
     assert (answer.status_code, "there is no image" in said(answer)) == (404, True)
@@ -126,7 +126,7 @@ def test_a_decision_is_on_disk_when_it_is_acknowledged(client, place, decision, 
     item = following(client, kind="mislabelled")["item"]
     answer = decide(client, item["id"], decision, **more)
     assert answer.status_code == 200
-    (written,) = read(place / "out")
+    (written,) = read_decisions(place / "out")
     assert (written.kind, written.image, written.label) == ("mislabelled", item["image"], item["label"])
     assert (written.decision, written.new_label, written.checksum) == (decision, new, item["checksum"])
     told = answer.json()
@@ -152,7 +152,7 @@ def test_two_reviews_of_one_folder_see_each_other(place):
         assert second["id"] != item["id"]
         decide(other, second["id"], "exclude")
         assert following(one, after=item["id"])["item"]["id"] not in (item["id"], second["id"])
-    assert [d.decision for d in read(place / "out")] == ["keep", "exclude"]
+    assert [d.decision for d in read_decisions(place / "out")] == ["keep", "exclude"]
 
 
 def test_decisions_of_many_tabs_at_once_are_all_kept(client, place):
@@ -160,7 +160,7 @@ def test_decisions_of_many_tabs_at_once_are_all_kept(client, place):
     with ThreadPoolExecutor(8) as tabs:
         answers = list(tabs.map(lambda i: decide(client, i, "keep").status_code, range(total)))
     assert answers == [200] * total
-    assert len(read(place / "out")) == total
+    assert len(read_decisions(place / "out")) == total
     assert following(client)["item"] is None
 
 
@@ -193,15 +193,15 @@ def test_the_cleaned_list_is_written_on_request_and_at_the_end(place):
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"item": 0, "decision": "burn"}, 422, "'burn' is none of keep"),
-        ({"item": 0, "decision": "relabel"}, 422, "a new label goes with relabel"),
+        ({"item": 0, "decision": "burn"}, 422, "unknown decision 'burn'; use one of keep"),
+        ({"item": 0, "decision": "relabel"}, 422, "relabel needs a new label"),
         ({"item": 0, "decision": "relabel", "label": "a\nb"}, 422, "printable characters"),
         ({"item": 0, "decision": "relabel", "label": "x" * 300}, 422, "printable characters"),
         ({"item": 10**6, "decision": "keep"}, 404, "no item 1000000"),
         ({"item": -1, "decision": "keep"}, 404, "no item -1"),
-        ({"item": "0", "decision": "keep"}, 422, "a decision has an item"),
-        ({"item": True, "decision": "keep"}, 422, "a decision has an item"),
-        ({"item": 0, "decision": ["keep"]}, 422, "a decision has an item"),
+        ({"item": "0", "decision": "keep"}, 422, "a decision needs an item"),
+        ({"item": True, "decision": "keep"}, 422, "a decision needs an item"),
+        ({"item": 0, "decision": ["keep"]}, 422, "a decision needs an item"),
         ([], 422, "not a JSON object"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_wrong_decision_is_refused_and_nothing_is_written(client, place, body,
     answer = client.post("/api/decisions", json=body)
     assert answer.status_code == status
     assert words in said(answer)
-    assert not (place / "out" / FILE).exists()
+    assert not (place / "out" / DECISIONS_FILE).exists()
 
 
 def test_relabelling_to_the_same_label(client):
@@ -248,8 +248,8 @@ def test_other_sites_can_neither_read_nor_decide(client, place, headers):
     assert client.get("/api/next", headers=headers).status_code == 403
     answer = client.post("/api/decisions", json={"item": 0, "decision": "exclude"}, headers=headers)
     assert answer.status_code == 403
-    assert "the review answers to" in said(answer)
-    assert not (place / "out" / FILE).exists()
+    assert "the review accepts" in said(answer)
+    assert not (place / "out" / DECISIONS_FILE).exists()
 
 
 def test_its_own_page_and_a_link_to_it_are_welcome(client):
@@ -273,15 +273,15 @@ def test_a_disk_that_is_full_is_told(client, monkeypatch, place):
 
     monkeypatch.setattr(os, "pwrite", full)
     answer = decide(client, 0, "keep")
-    assert (answer.status_code, said(answer)) == (507, "nothing was kept: No space left on device")
-    assert read(place / "out") == []
+    assert (answer.status_code, said(answer)) == (507, "nothing was stored: No space left on device")
+    assert read_decisions(place / "out") == []
 
 
 def test_decisions_damaged_meanwhile_are_told(client, place):
-    (place / "out" / FILE).write_text("garbage\n")
+    (place / "out" / DECISIONS_FILE).write_text("garbage\n")
     answer = decide(client, 0, "keep")
     assert (answer.status_code, "line 1" in said(answer)) == (422, True)
-    assert (place / "out" / FILE).read_text() == "garbage\n"
+    assert (place / "out" / DECISIONS_FILE).read_text() == "garbage\n"
 
 
 def test_what_cannot_be_reviewed(place, tmp_path):
@@ -289,9 +289,9 @@ def test_what_cannot_be_reviewed(place, tmp_path):
     with pytest.raises(FileNotFoundError, match="run idml audit first"):
         review_app(tmp_path / "none", spec)
     (place / "data" / "class 3" / "0.png").unlink()
-    with pytest.raises(ValueError, match="the audit of other images, or they have changed: audit folder:"):
+    with pytest.raises(ValueError, match="the audit of other images, or the images have changed: audit folder:"):
         review_app(place / "out", spec)
-    (place / "out" / FILE).write_text("garbage\n")
+    (place / "out" / DECISIONS_FILE).write_text("garbage\n")
     shutil.copy(place / "data" / "class 3" / "1.png", place / "data" / "class 3" / "0.png")
     with pytest.raises(ValueError, match="other images"):
         review_app(place / "out", spec)
@@ -359,14 +359,14 @@ def test_kill_9_loses_no_acknowledged_decision(place):
     finally:
         server.kill()
         server.join()
-    assert len(read(place / "out")) == 3
+    assert len(read_decisions(place / "out")) == 3
     assert not (place / "out" / "cleaned.csv").exists()
     server, url = started(place)
     post(url, {"item": 3, "decision": "exclude"})
     os.kill(server.pid, signal.SIGINT)
     server.join(30)
     assert server.exitcode == 0
-    assert len(read(place / "out")) == 4
+    assert len(read_decisions(place / "out")) == 4
     assert (place / "out" / "cleaned.csv").exists()  # an orderly end writes it
 
 
@@ -390,8 +390,8 @@ def test_it_listens_on_this_machine_only(place, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(OSError, match=r"cannot listen on port .* give another by --port"):
+        with pytest.raises(OSError, match=r"cannot listen on port .* choose another with --port"):
             serve_review(place / "out", f"folder:{place / 'data'}", port=taken.getsockname()[1])
-    with pytest.raises(ValueError, match="a port lies in 0 … 65535"):
+    with pytest.raises(ValueError, match="a port is a number from 0 to 65535"):
         serve_review(place / "out", f"folder:{place / 'data'}", port=70000)
     assert review_module.PORT == 8001

@@ -6,7 +6,7 @@ import time
 import pytest
 from reviewed import WRONG, audited, copied
 
-from idml.audit.decisions import read
+from idml.audit.decisions import read_decisions
 from idml.audit.review import review_app
 
 pytest_plugins = ["browsing"]
@@ -37,7 +37,7 @@ class Served:
         self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/"
 
     def decisions(self):
-        return [(d.decision, d.image, d.new_label) for d in read(self.out)]
+        return [(d.decision, d.image, d.new_label) for d in read_decisions(self.out)]
 
     def close(self):
         self.server.should_exit = True
@@ -70,7 +70,7 @@ def test_an_image_is_shown_with_its_label_and_its_evidence(served, visit, expect
     page = visit(served.url)
     ready(page, expect)
     expect(page.locator("#title")).to_contain_text("Likely mislabelled, number 1: class")
-    expect(page.locator("#why")).to_contain_text("the other images support")
+    expect(page.locator("#why")).to_contain_text("the other images fit")
     expect(page.locator("#about")).to_contain_text("37 images of 6 classes")
     assert page.locator("#image").evaluate("image => image.naturalWidth") == 48
     assert page.locator("#partners img").count() >= 4

@@ -1,21 +1,8 @@
-"""A tiny model, and galleries made with it."""
+"""Galleries for the tests of the service."""
 
 import os
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory):
-    """A run whose model is small and untrained."""
-    import torch
-
-    from idml.model import build_model, save_model
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("run")
-    save_model(build_model("conv4", embedding_dim=16, image_size=28), folder)
-    return folder
 
 
 @pytest.fixture

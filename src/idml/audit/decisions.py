@@ -1,10 +1,12 @@
-"""What a person decided about the images of an audit: decisions.csv, which is only ever appended to.
+r"""Decisions of a review: decisions.csv, a log to which lines are only appended, and cleaned.csv, its result.
 
     time,kind,image,label,decision,new_label,checksum
 
-A line is one decision, written by one call under a lock and forced to disk: a kill leaves it there as a whole or not at
-all, and two writers never lose each other's. The last word on an image counts. Line breaks, backslashes and bytes that
-are not UTF-8 are written as \n, \\, \udcff; a cell that a spreadsheet would take for a formula starts with a quote.
+Each line is one decision, written in one call under a lock and forced to disk. A kill leaves a whole line or none, and
+two writers do not lose each other's lines. The last decision on an image counts. Line breaks, backslashes and bytes
+that are not UTF-8 are written as \n, \\, \udcff. A cell that a spreadsheet would read as a formula begins with a quote.
+
+cleaned.csv lists the data set with the decisions applied; ``--data csv:…`` reads it.
 """
 
 import csv
@@ -17,23 +19,24 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from idml.audit.findings import AuditImages, checksum
+from idml.audit.findings import AuditImages, image_checksum
 from idml.data.layouts import format_count
 from idml.data.sources import FileSource
 from idml.files import lock_file, sync_folder, write_atomic
 
-FILE = "decisions.csv"
+DECISIONS_FILE, CLEANED_FILE = "decisions.csv", "cleaned.csv"
+LINK = "images"  # beside cleaned.csv, to the folder of the images: a CSV file names only files below its own folder
 KINDS = ("mislabelled", "duplicate", "ambiguous")
 CHOICES = ("keep", "relabel", "exclude", "undo")
-LONGEST_LABEL = 200
+MAX_LABEL = 200
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\0"}
-_PLAIN = {written: char for char, written in _ESCAPES.items()}
+_UNESCAPED = {written: char for char, written in _ESCAPES.items()}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision about an image that stood in one of the lists under its label; ``undo`` takes the last one back."""
+    """One decision on an image in one of the lists; ``undo`` revokes the last one."""
 
     time: str
     kind: str
@@ -45,66 +48,66 @@ class Decision:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"the kind {self.kind!r} is none of {', '.join(KINDS)}")
+            raise ValueError(f"unknown kind {self.kind!r}; use one of {', '.join(KINDS)}")
         if self.decision not in CHOICES:
-            raise ValueError(f"the decision {self.decision!r} is none of {', '.join(CHOICES)}")
+            raise ValueError(f"unknown decision {self.decision!r}; use one of {', '.join(CHOICES)}")
         if not re.fullmatch("[0-9a-f]{16}", self.checksum):
-            raise ValueError(f"{self.checksum!r} is no checksum of 16 hexadecimal digits")
+            raise ValueError(f"{self.checksum!r} is not a checksum of 16 hexadecimal digits")
         if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", self.time):
-            raise ValueError(f"{self.time!r} is no time such as 2026-11-16T10:00:00Z")
+            raise ValueError(f"{self.time!r} is not a time such as 2026-11-16T10:00:00Z")
         if not self.image:
             raise ValueError("the image has no name")
         if (self.decision == "relabel") != bool(self.new_label):
-            raise ValueError("a new label goes with relabel, and only with it")
+            raise ValueError("relabel needs a new label, and other decisions must not have one")
         if self.new_label:
-            require_label(self.new_label)
+            check_label(self.new_label)
 
 
 HEADER = ",".join(field.name for field in fields(Decision)).encode()
 
 
-def require_label(label: str) -> None:
-    """Raise a ``ValueError`` if this cannot be the label that a person gives an image."""
-    if not label or label != label.strip() or len(label) > LONGEST_LABEL or not label.isprintable():
+def check_label(label: str) -> None:
+    """Raise a ``ValueError`` if a user must not give this label to an image."""
+    if not label or label != label.strip() or len(label) > MAX_LABEL or not label.isprintable():
         raise ValueError(
-            f"a label is 1 to {LONGEST_LABEL} printable characters without blanks around them, not {label[:80]!r}"
+            f"a label is 1 to {MAX_LABEL} printable characters without spaces at its ends, got {label[:80]!r}"
         )
 
 
-def now() -> str:
-    """The time as decisions have it."""
+def current_time() -> str:
+    """Return the current time in the format of decisions.csv."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def harmless(cell: str) -> str:
-    """A cell that no spreadsheet takes for a formula: a leading = + - @ tab or carriage return gets a quote."""
+def escape_formula(cell: str) -> str:
+    """Put a quote before a cell that a spreadsheet would read as a formula (= + - @ tab, carriage return)."""
     return f"'{cell}" if cell.startswith(_FORMULA) else cell
 
 
-def append(folder: Path, decision: Decision) -> None:
-    """Write a decision behind the others; on return it is on disk. A torn last line is mended first."""
-    path = folder / FILE
+def append_decision(folder: Path, decision: Decision) -> None:
+    """Append a decision and force it to disk. An incomplete last line is removed first."""
+    path = folder / DECISIONS_FILE
     with _locked(path) as file:
-        content = _whole(file)
-        _parse(content, path)  # nothing is added to a file that cannot be read
-        end = _sound_end(content)
+        content = _read_all(file)
+        _parse(content, path)  # do not append to a file that cannot be read
+        end = _complete_end(content)
         ended = content[:end].endswith(b"\n") or end == 0
         line = b"" if ended else b"\n"
-        line += _line(decision) if end else HEADER + b"\n" + _line(decision)
+        line += _format_line(decision) if end else HEADER + b"\n" + _format_line(decision)
         try:
             os.ftruncate(file, end)
             _write_at(file, line, end)
             os.fsync(file)
         except OSError:
-            os.ftruncate(file, end)  # a full disk: half a line is none
+            os.ftruncate(file, end)  # a full disk: remove the incomplete line
             raise
         if not end:
             sync_folder(folder)
 
 
-def read(folder: Path) -> list[Decision]:
-    """All decisions in order; none if there is no file. A torn last line is passed over, garbage a ``ValueError``."""
-    path = folder / FILE
+def read_decisions(folder: Path) -> list[Decision]:
+    """Read all decisions in order; an incomplete last line is ignored, any other damage is a ``ValueError``."""
+    path = folder / DECISIONS_FILE
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -112,44 +115,46 @@ def read(folder: Path) -> list[Decision]:
     return _parse(content, path)
 
 
-class Settled:
-    """What holds after all decisions: the last word on each image."""
+class CurrentDecisions:
+    """The decisions that are in force: the last one on each image."""
 
     def __init__(self, history: Iterable[Decision]) -> None:
-        self._said: dict[tuple[str, str], dict[str, Decision]] = {}
+        self._decisions: dict[tuple[str, str], dict[str, Decision]] = {}
         for decision in history:
-            kinds = self._said.setdefault((decision.image, decision.label), {})
-            kinds.pop(decision.kind, None)  # so that the order is that of the last words
+            kinds = self._decisions.setdefault((decision.image, decision.label), {})
+            kinds.pop(decision.kind, None)  # keep the order of the last decisions
             if decision.decision != "undo":
                 kinds[decision.kind] = decision
 
-    def of(self, kind: str, image: str, label: str, checksum: str) -> Decision | None:
-        """The decision that settles an image in a list; none if the image has changed since.
+    def find(self, kind: str, image: str, label: str, checksum: str) -> Decision | None:
+        """Return the decision on an image in a list; None if there is none, or if the image has changed since.
 
-        Relabelling or excluding settles it in every list, keeping it only in its own.
+        A relabelling or exclusion counts in every list; keeping an image counts only in its own list.
         """
-        said = self._said.get((image, label), {})
-        if (own := said.get(kind)) is not None and own.checksum == checksum:
+        own = self._decisions.get((image, label), {}).get(kind)
+        if own is not None and own.checksum == checksum:
             return own
-        return self.change(image, label, checksum)
+        return self.find_correction(image, label, checksum)
 
-    def change(self, image: str, label: str, checksum: str) -> Decision | None:
-        """The last relabelling or exclusion of an image, as long as it has not changed."""
-        said = self._said.get((image, label), {}).values()
-        changes = [d for d in said if d.decision in ("relabel", "exclude") and d.checksum == checksum]
-        return changes[-1] if changes else None
+    def find_correction(self, image: str, label: str, checksum: str) -> Decision | None:
+        """Return the last relabelling or exclusion of an image; None if the image has changed since."""
+        corrections = [d for d in self._corrections(image, label) if d.checksum == checksum]
+        return corrections[-1] if corrections else None
 
-    def outdated(self, image: str, label: str, checksum: str) -> bool:
-        """Whether the image was to be relabelled or excluded, but has changed since."""
-        said = self._said.get((image, label), {}).values()
-        return any(d.decision in ("relabel", "exclude") and d.checksum != checksum for d in said)
+    def is_outdated(self, image: str, label: str, checksum: str) -> bool:
+        """Return whether an image was relabelled or excluded, but has changed since."""
+        return any(d.checksum != checksum for d in self._corrections(image, label))
 
     def images(self) -> set[tuple[str, str]]:
-        """The names and labels that have a word on them."""
-        return {key for key, said in self._said.items() if said}
+        """Return the names and labels of all images with a decision."""
+        return {key for key, kinds in self._decisions.items() if kinds}
+
+    def _corrections(self, image: str, label: str) -> list[Decision]:
+        decisions = self._decisions.get((image, label), {}).values()
+        return [d for d in decisions if d.decision in ("relabel", "exclude")]
 
 
-def _line(decision: Decision) -> bytes:
+def _format_line(decision: Decision) -> bytes:
     text = io.StringIO()
     cells = (_quoted("".join(_ESCAPES.get(char, char) for char in cell)) for cell in astuple(decision))
     csv.writer(text, lineterminator="\n").writerow(cells)
@@ -157,14 +162,15 @@ def _line(decision: Decision) -> bytes:
 
 
 def _quoted(cell: str) -> str:
-    return f"'{cell}" if cell.startswith((*_FORMULA, "'")) else cell  # a quote too, so that one can be taken away
+    """Escape a cell; also one that begins with a quote, so that reading can always remove one."""
+    return f"'{cell}" if cell.startswith((*_FORMULA, "'")) else cell
 
 
 def _parse(content: bytes, path: Path) -> list[Decision]:
-    lines = content[: _sound_end(content)].split(b"\n")
+    lines = content[: _complete_end(content)].split(b"\n")
     first = content.split(b"\n")[0].rstrip(b"\r")
-    if first != HEADER and not (HEADER.startswith(first) and b"\n" not in content):  # the header may be torn too
-        raise ValueError(f"{path}, line 1: expected the columns {HEADER.decode()}; move the file away to start anew")
+    if first != HEADER and not (HEADER.startswith(first) and b"\n" not in content):  # the header may be incomplete too
+        raise ValueError(f"{path}, line 1: expected the columns {HEADER.decode()}; move the file away to start again")
     decisions = []
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip():
@@ -172,7 +178,7 @@ def _parse(content: bytes, path: Path) -> list[Decision]:
         try:
             decisions.append(_read_line(line))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number:,} is damaged: {error}; mend or remove that line") from None
+            raise ValueError(f"{path}, line {number:,} is damaged: {error}; repair or remove that line") from None
     return decisions
 
 
@@ -183,21 +189,21 @@ def _read_line(line: bytes) -> Decision:
         raise ValueError(str(error)) from None
     if len(cells) != len(fields(Decision)):
         raise ValueError(f"{len(cells)} fields instead of {len(fields(Decision))}")
-    return Decision(*(_plain(cell.removeprefix("'")) for cell in cells))
+    return Decision(*(_unescape(cell.removeprefix("'")) for cell in cells))
 
 
-def _plain(cell: str) -> str:
-    def meant(found: re.Match[str]) -> str:
+def _unescape(cell: str) -> str:
+    def replacement(found: re.Match[str]) -> str:
         text = found[0]
-        return chr(int(text[2:], 16)) if text[1] == "u" else _PLAIN[text]
+        return chr(int(text[2:], 16)) if text[1] == "u" else _UNESCAPED[text]
 
     if re.search(r"\\(?![\\nrt0]|u[0-9a-f]{4})", re.sub(r"\\\\", "", cell)):
-        raise ValueError(f"a backslash in {cell!r} that means nothing")
-    return re.sub(r"\\(?:[\\nrt0]|u[0-9a-f]{4})", meant, cell)
+        raise ValueError(f"a backslash in {cell!r} that is not an escape")
+    return re.sub(r"\\(?:[\\nrt0]|u[0-9a-f]{4})", replacement, cell)
 
 
-def _sound_end(content: bytes) -> int:
-    """Where the whole lines end. A last line without a line break counts if it is complete: an editor left it so."""
+def _complete_end(content: bytes) -> int:
+    """Return where the complete lines end. A last line without a line break counts if it is complete (by an editor)."""
     end = content.rfind(b"\n") + 1
     try:
         if end:
@@ -209,7 +215,7 @@ def _sound_end(content: bytes) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The file, open and held by this writer alone; again if an editor has put another in its place meanwhile."""
+    """Open and lock the file; try again if an editor has replaced it meanwhile."""
     while True:
         with lock_file(path) as file:
             try:
@@ -221,7 +227,7 @@ def _locked(path: Path) -> Iterator[int]:
                 return
 
 
-def _whole(file: int) -> bytes:
+def _read_all(file: int) -> bytes:
     content = b""
     while part := os.pread(file, 1 << 20, len(content)):
         content += part
@@ -234,17 +240,12 @@ def _write_at(file: int, data: bytes, position: int) -> None:
         data, position = data[written:], position + written
 
 
-# -------------------- cleaned --------------------
-# The data set as the decisions of a review leave it: cleaned.csv, which `--data csv:…` reads.
-
-
-CLEANED_FILE = "cleaned.csv"
-LINK = "images"  # beside it, to the folder of the images: a CSV file names only what lies below it
+# -------------------- cleaned.csv --------------------
 
 
 @dataclass(frozen=True)
-class Cleaned:
-    """What `write_cleaned` did: where the list is, how many images it holds, and what was changed."""
+class CleanedList:
+    """The result of `write_cleaned`: the file, its number of images, and what was changed."""
 
     path: str
     images: int
@@ -253,31 +254,31 @@ class Cleaned:
     notes: tuple[str, ...]
 
 
-def cleaned(
-    images: AuditImages, settled: Settled, prefix: str = f"{LINK}/"
-) -> tuple[list[tuple[str, str, str]], Cleaned]:
-    """The rows (path, label, split) of the cleaned list, paths starting with ``prefix``, and what was changed.
+def apply_decisions(
+    images: AuditImages, decisions: CurrentDecisions, prefix: str = f"{LINK}/"
+) -> tuple[list[tuple[str, str, str]], CleanedList]:
+    """Return the rows (path, label, split) of the cleaned list, with paths below ``prefix``, and what was changed.
 
-    A relabelled image moves to the part of its new class, if that class is in one part alone. A decision about an image
-    that has changed since is not applied, and an image whose name is not UTF-8 cannot be listed: both are noted.
+    A relabelled image moves to the split of its new class if that class is in one split only. A decision on an image
+    that has changed since is not applied, and an image whose name is not UTF-8 cannot be listed; notes say so.
     """
     roots = {source.root if isinstance(source, FileSource) else None for source in images.sources}
     if None in roots or len(roots) != 1:
         raise ValueError(
-            f"{images.name} does not lie in a folder of image files, so {CLEANED_FILE} cannot name its images; "
+            f"{images.name} is not a folder of image files, so {CLEANED_FILE} cannot name its images; "
             "unpack a .tar and audit the folder to get one"
         )
     parts: dict[str, set[str]] = {}
     for label, split in zip(images.labels.tolist(), images.splits, strict=True):
         parts.setdefault(images.classes[label], set()).add(split)
-    words, rows = settled.images(), []
+    decided, rows = decisions.images(), []
     relabelled = excluded = unlisted = stale = 0
     for number, source in enumerate(images.sources):
         label, split = images.label(number), images.splits[number]
-        if (source.name, label) in words:
-            digest = checksum(source)
-            change = settled.change(source.name, label, digest)
-            stale += change is None and settled.outdated(source.name, label, digest)
+        if (source.name, label) in decided:
+            digest = image_checksum(source)
+            change = decisions.find_correction(source.name, label, digest)
+            stale += change is None and decisions.is_outdated(source.name, label, digest)
             if change is not None and change.decision == "exclude":
                 excluded += 1
                 continue
@@ -294,20 +295,20 @@ def cleaned(
     notes = []
     if unlisted:
         notes.append(
-            f"{format_count(unlisted, 'image')} left out of {CLEANED_FILE}: names that are not UTF-8 cannot stand in it"
+            f"{format_count(unlisted, 'image')} left out of {CLEANED_FILE}: it cannot contain names that are not UTF-8"
         )
     if stale:
         notes.append(f"{format_count(stale, 'image')} changed after the decision: it is not applied, decide again")
-    return rows, Cleaned("", len(rows), relabelled, excluded, tuple(notes))
+    return rows, CleanedList("", len(rows), relabelled, excluded, tuple(notes))
 
 
-def write_cleaned(images: AuditImages, settled: Settled, folder: Path) -> Cleaned:
-    """Write ``folder``/cleaned.csv and the link to the images beside it; a ``ValueError`` where there can be none."""
+def write_cleaned(images: AuditImages, decisions: CurrentDecisions, folder: Path) -> CleanedList:
+    """Write ``folder``/cleaned.csv and the link to the images beside it; ``ValueError`` if that is not possible."""
     root = next((source.root.resolve() for source in images.sources if isinstance(source, FileSource)), None)
     home = folder.resolve()
     below = root is not None and root.is_relative_to(home)  # then no link is needed
     prefix = f"{LINK}/" if root is None or not below else f"{root.relative_to(home).as_posix()}/".removeprefix("./")
-    rows, done = cleaned(images, settled, prefix)
+    rows, done = apply_decisions(images, decisions, prefix)
     if not rows:
         raise ValueError(f"the decisions leave no image for {folder / CLEANED_FILE}")
     if root is not None and not below:
@@ -319,16 +320,16 @@ def write_cleaned(images: AuditImages, settled: Settled, folder: Path) -> Cleane
     table.writerow(("path", "label", "split")[:columns])
     table.writerows(row[:columns] for row in rows)
     write_atomic(folder / CLEANED_FILE, text.getvalue().encode())
-    return Cleaned(str(folder / CLEANED_FILE), done.images, done.relabelled, done.excluded, done.notes)
+    return CleanedList(str(folder / CLEANED_FILE), done.images, done.relabelled, done.excluded, done.notes)
 
 
 def _link(link: Path, target: Path) -> None:
-    """Make ``link`` lead to the target, as a whole or not at all."""
+    """Create the link to the target, or replace it, in one step."""
     if link.is_symlink():
         if Path(os.readlink(link)) == target:
             return
     elif link.exists():
-        raise ValueError(f"{link} is in the way: the link to the images goes there; move it or choose another --out")
+        raise ValueError(f"{link} exists, but the link to the images belongs there; move it or choose another --out")
     temporary = link.with_name(f".{link.name}.part")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target, target_is_directory=True)

@@ -1,14 +1,14 @@
-"""Images that are there twice: the same pixels, or nearly.
+"""Duplicate images: images with the same pixels, or nearly the same.
 
-The model nominates and the eye decides. Of each image's ten nearest, one is nearly the same if their *sketches* agree,
-c = 1 − correlation of their grey values:
+The model proposes candidates, and a comparison of small grey versions (*sketches*) decides. An image and one of its ten
+nearest neighbours are near duplicates if their sketches agree, where c = 1 − correlation of the grey values:
 
-    c of 32 × 32 ≤ 0.02                       compressed, scaled or brightened anew, whatever the model makes of it
-    c of 16 × 16 ≤ 0.2 and distance ≤ near    a little more or less of the scene, or the next picture of a burst
+    c of 32 × 32 ≤ 0.02                       compressed, scaled or brightened again, at any distance in the model
+    c of 16 × 16 ≤ 0.2 and distance ≤ near    cropped slightly differently, or the next picture of a burst
 
-Neither would do alone: a model puts images of one class close together, and sketches of different things on a white
-ground agree. ``near`` is what the model makes of slightly cropped copies; where more than a hundredth of all images
-have a neighbour as near as that, it tells nothing, and only that hundredth counts.
+Neither test is enough alone: a model puts all images of a class close together, and the sketches of different things on
+a white background agree. ``near`` is the distance of slightly cropped copies in the model. If more than 1 % of all
+images have a neighbour that near, the distance does not separate duplicates, and only the nearest 1 % count.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ from torch import Tensor
 from idml.embeddings import Embeddings, unit_rows
 from idml.evaluation.knn import nearest
 
-_SAME, _SIMILAR = 0.02, 0.2  # c
+_SAME, _SIMILAR = 0.02, 0.2  # largest c
 _FINE, _COARSE = 32, 16
-_OUTSTANDING = 0.01
-_NOMINATED = 10
-_BLOCK = 1024  # images, or pairs, looked at together
+_NEAREST_SHARE = 0.01
+_CANDIDATES = 10
+_BLOCK = 1024  # images or pairs processed together
 
 
 @dataclass(frozen=True)
 class DuplicateGroup:
-    """Rows that are duplicates of each other, or hang together by duplicates.
+    """Rows that are duplicates of each other, directly or through other rows of the group.
 
-    ``exact`` says that all have the same pixels, ``difference`` is the largest c among the links.
+    ``exact``: all have the same pixels. ``difference``: the largest c between linked rows.
     """
 
     rows: tuple[int, ...]
@@ -43,7 +43,7 @@ class DuplicateGroup:
     across_splits: bool
 
 
-def duplicates(
+def find_duplicates(
     embeddings: Embeddings,
     checksums: Sequence[bytes],
     sketches: Tensor,
@@ -52,14 +52,14 @@ def duplicates(
     *,
     near: float,
 ) -> list[DuplicateGroup]:
-    """Groups of two or more images [n], in the order of their first rows.
+    """Find groups of two or more duplicates among n images, in the order of their first rows.
 
     Args:
-        embeddings: their unit semantic part is compared.
-        checksums: of the pixels; equal ones are the same image.
-        sketches: see `sketch`.
+        embeddings: their unit semantic vectors are compared.
+        checksums: of the pixels; images with equal checksums are the same.
+        sketches: see `make_sketches`.
         labels: the classes.
-        splits: the parts (train, test …).
+        splits: the splits (train, test …).
         near: the distance of slightly cropped copies.
     """
     n = len(embeddings)
@@ -71,19 +71,19 @@ def duplicates(
     links = [torch.stack([torch.arange(n), of])]
     differences = torch.zeros(n)
     if len(alone) > 1:
-        found = nearest(embeddings[alone].unit, _NOMINATED)
-        near = min(near, float(found.distances[:, 0].quantile(_OUTSTANDING)))
+        found = nearest(embeddings[alone].unit, _CANDIDATES)
+        near = min(near, float(found.distances[:, 0].quantile(_NEAREST_SHARE)))
         i, place = (found.indices >= 0).nonzero().unbind(1)
         a, b = alone[i], alone[found.indices[i, place]]
-        fine, coarse = difference(sketches, a, b), difference(sketches, a, b, side=_COARSE)
+        fine, coarse = sketch_difference(sketches, a, b), sketch_difference(sketches, a, b, side=_COARSE)
         linked = (fine <= _SAME) | ((coarse <= _SIMILAR) & (found.distances[i, place] <= near))
         links.append(torch.stack([a, b])[:, linked])
         differences = torch.cat([differences, fine[linked]])
-    return _groups(torch.cat(links, dim=1), differences, checksums, labels, splits)
+    return _connect(torch.cat(links, dim=1), differences, checksums, labels, splits)
 
 
-def difference(sketches: Tensor, a: Tensor, b: Tensor, *, side: int = _FINE) -> Tensor:
-    """c [m] = 1 − the correlation of the sketches of rows ``a`` and ``b`` [m]; a flat one has 1 with all others."""
+def sketch_difference(sketches: Tensor, a: Tensor, b: Tensor, *, side: int = _FINE) -> Tensor:
+    """Compute c [m] = 1 − correlation of the sketches of rows ``a`` and ``b`` [m]; it is 1 for a uniform sketch."""
 
     def grey(rows: Tensor) -> Tensor:
         values = torch.nn.functional.adaptive_avg_pool2d(sketches[rows].unsqueeze(1).float(), side).flatten(1)
@@ -93,10 +93,10 @@ def difference(sketches: Tensor, a: Tensor, b: Tensor, *, side: int = _FINE) -> 
     return torch.cat([1 - (grey(x) * grey(y)).sum(dim=1) for x, y in pairs])
 
 
-def sketch(images: NDArray[np.uint8]) -> Tensor:
-    """The grey values of each image [n, side, side, 3] at 32 × 32, as uint8 [n, 32, 32].
+def make_sketches(images: NDArray[np.uint8]) -> Tensor:
+    """Reduce images [n, side, side, 3] to grey values at 32 × 32, as uint8 [n, 32, 32].
 
-    >>> sketch(np.full((1, 64, 64, 3), (0, 100, 200), np.uint8))[0, 0, :3]
+    >>> make_sketches(np.full((1, 64, 64, 3), (0, 100, 200), np.uint8))[0, 0, :3]
     tensor([100, 100, 100], dtype=torch.uint8)
     """
     small = torch.empty(len(images), _FINE, _FINE, dtype=torch.uint8)
@@ -107,7 +107,7 @@ def sketch(images: NDArray[np.uint8]) -> Tensor:
     return small
 
 
-def _groups(
+def _connect(
     links: Tensor, differences: Tensor, checksums: Sequence[bytes], labels: Sequence[object], splits: Sequence[object]
 ) -> list[DuplicateGroup]:
     from scipy.sparse import coo_array

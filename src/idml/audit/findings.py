@@ -1,7 +1,7 @@
-"""From scores to lists a person can go through: each finding names an image, says why in words, and shows the evidence.
+"""Findings: ranked lists of suspicious images, each with a reason in words and the images that support it.
 
-Lists are ranked; each is cut where reading on would hardly pay: at a tenth of the images (likely mislabelled) or a
-fiftieth (ambiguous). Of a group of duplicates, every image is listed but the one whose label is supported best.
+The lists are cut at 10 % of the images (likely mislabelled) or 2 % (ambiguous). Of a group of duplicates, every image
+is listed except the one whose label fits best.
 """
 
 import hashlib
@@ -14,23 +14,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idml.audit.duplicates import DuplicateGroup, difference, duplicates
-from idml.audit.label_errors import Suspicion, ambiguous, mislabelled
+from idml.audit.duplicates import DuplicateGroup, find_duplicates, sketch_difference
+from idml.audit.label_errors import LabelScores, score_ambiguity, score_labels
 from idml.data.datasets import Dataset, ImageSet
 from idml.data.layouts import format_count
 from idml.data.sources import ArraySource, FileSource, Source, TarSource
 from idml.embeddings import Embeddings
 from idml.evaluation.knn import Neighbours, nearest
 
+_SHARES = {"mislabelled": 0.1, "ambiguous": 0.02}
+_AT_LEAST = 20  # listed, if there are that many
+_TIED = 0.25  # smallest score of an ambiguous image; 0.25: one class has 0.8 and another 0.2 of the neighbours
+_SHOWN = 8  # images beside the one in question
+_NEAR = 10  # neighbours that the reason mentions
+
+
 # -------------------- images --------------------
-# All images of a data set in one row, whatever part they are in, as an audit numbers them.
 
 
 @dataclass(frozen=True, eq=False)
 class AuditImages:
-    """The parts of a data set one after another; an image's number counts through all of them.
+    """All images of a data set, split after split; the number of an image is its position in this order.
 
-    Classes of the same name are one class, in whatever part they are.
+    Classes with the same name in different splits are one class.
     """
 
     name: str
@@ -38,7 +44,7 @@ class AuditImages:
 
     @classmethod
     def of(cls, dataset: Dataset) -> "AuditImages":
-        """Train, test and, where there is one, gallery; a set that serves as both is there once, as "all"."""
+        """Take train, test and, if there is one, gallery; a set that is both train and test is taken once, as "all"."""
         if dataset.train is dataset.test:
             return cls(dataset.name, (("all", dataset.train),))
         gallery = () if dataset.gallery is None else (("gallery", dataset.gallery),)
@@ -46,41 +52,41 @@ class AuditImages:
 
     @cached_property
     def sources(self) -> list[Source]:
-        """Where each image is."""
+        """The source of each image."""
         return [source for _, images in self.parts for source in images.sources]
 
     @cached_property
     def splits(self) -> list[str]:
-        """The part of each image."""
+        """The split of each image."""
         return [part for part, images in self.parts for _ in range(len(images))]
 
     @cached_property
     def classes(self) -> list[str]:
-        """The names of all classes, in the order of the parts."""
+        """The names of all classes, in the order of the splits."""
         return list(dict.fromkeys(name for _, images in self.parts for name in images.classes))
 
     @cached_property
     def labels(self) -> Tensor:
-        """The class of each image [n], a place in ``classes``."""
+        """The class of each image [n], an index into ``classes``."""
         place = {name: number for number, name in enumerate(self.classes)}
         return torch.cat([torch.tensor([place[c] for c in images.classes])[images.labels] for _, images in self.parts])
 
     @property
     def version(self) -> str:
-        """A short hash of every image's name, label, part and stamp."""
-        told = repr([(part, images.version) for part, images in self.parts])
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        """A short hash of the names, labels, splits and stamps of all images."""
+        described = repr([(part, images.version) for part, images in self.parts])
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.sources)
 
     def label(self, number: int) -> str:
-        """The name of an image's class."""
+        """Return the name of an image's class."""
         return self.classes[int(self.labels[number])]
 
 
-def checksum(source: Source) -> str:
-    """16 hexadecimal digits that change when the image's bytes do, and not when it is only copied or touched."""
+def image_checksum(source: Source) -> str:
+    """Hash the bytes of an image to 16 hexadecimal digits, which do not change when the file is copied or touched."""
     digest = hashlib.sha256()
     try:
         if isinstance(source, FileSource):
@@ -99,16 +105,12 @@ def checksum(source: Source) -> str:
     return digest.hexdigest()[:16]
 
 
-_SHARES = {"mislabelled": 0.1, "ambiguous": 0.02}
-_AT_LEAST = 20  # listed, if there are so many
-_TIED = 0.25  # where one class has 0.8 and another 0.2 of the surroundings
-_SHOWN = 8  # images beside the one in question
-_NEAR = 10  # neighbours that the words speak of
+# -------------------- findings --------------------
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One image of a list: its number among all images, and the numbers and distances of those that speak about it."""
+    """One listed image: its number, the reason, and the numbers and distances of the images that support it."""
 
     kind: str
     number: int
@@ -119,8 +121,8 @@ class Finding:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """The lists, each in its order; the scores of all labels that could be judged; what a person should know."""
+class Findings:
+    """The ranked lists, the scores of all labels that could be judged, and notes for the user."""
 
     findings: list[Finding]
     scores: Tensor
@@ -128,10 +130,10 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
-    """What is audited: the images, which of them could be read [n], and what the model and the eye make of these.
+class AuditInput:
+    """The images of an audit, the numbers of those that could be read [n], and the data computed from these.
 
-    ``checksums``, ``sketches`` and ``near`` are what `idml.audit.duplicates` needs.
+    ``checksums``, ``sketches`` and ``near`` are for `idml.audit.duplicates`.
     """
 
     images: AuditImages
@@ -143,63 +145,63 @@ class Subject:
 
     @property
     def labels(self) -> Tensor:
-        """The class of each readable image."""
+        """The class of each readable image [n]."""
         return self.images.labels[self.numbers]
 
     def name(self, row: int) -> str:
-        """The name of a readable image."""
+        """Return the name of a readable image."""
         return self.images.sources[int(self.numbers[row])].name
 
     def label(self, row: int) -> str:
-        """The name of its class."""
+        """Return the name of its class."""
         return self.images.label(int(self.numbers[row]))
 
     def split(self, row: int) -> str:
-        """The part it is in."""
+        """Return its split."""
         return self.images.splits[int(self.numbers[row])]
 
     def partners(self, rows: Sequence[int], distances: Sequence[float]) -> tuple[tuple[int, float], ...]:
-        """Rows as numbers, each with its distance."""
+        """Convert rows to image numbers, each with its distance."""
         return tuple((int(self.numbers[row]), d) for row, d in zip(rows, distances, strict=True))
 
 
-def find(subject: Subject) -> Found:
-    """All findings about the images, kind after kind, each in its order."""
+def find_suspicious(subject: AuditInput) -> Findings:
+    """Find the suspicious images: all findings, kind after kind, each list ranked."""
     notes: list[str] = []
     if len(subject.numbers) < 2:
-        raise ValueError(f"{subject.images.name}: one image has nothing to be compared with")
+        raise ValueError(f"{subject.images.name}: an audit needs at least two readable images")
     found = nearest(subject.embeddings, 50)
-    suspicion = _suspicion(subject, notes)
+    scores = _score_labels(subject, notes)
     findings = [
-        *_mislabelled(subject, suspicion, found, notes),
-        *_duplicates(subject, suspicion),
-        *_ambiguous(subject, found),
+        *_list_mislabelled(subject, scores, found, notes),
+        *_list_duplicates(subject, scores),
+        *_list_ambiguous(subject, found),
     ]
-    return Found(findings, suspicion.score[suspicion.judged], notes)
+    return Findings(findings, scores.score[scores.judged], notes)
 
 
-def _suspicion(subject: Subject, notes: list[str]) -> Suspicion:
+def _score_labels(subject: AuditInput, notes: list[str]) -> LabelScores:
     labels = subject.labels
     if len(labels.unique()) < 2:
-        notes.append("all images are of one class: no label can be judged")
+        notes.append("all images have the same class: no label can be judged")
         nothing = torch.full((len(labels),), -math.inf)
-        return Suspicion(nothing, labels, torch.zeros(len(labels), dtype=torch.bool))
-    suspicion = mislabelled(subject.embeddings, labels)
-    alone = int((~suspicion.judged).sum())
+        return LabelScores(nothing, labels, torch.zeros(len(labels), dtype=torch.bool))
+    scores = score_labels(subject.embeddings, labels)
+    alone = int((~scores.judged).sum())
     if alone:
-        notes.append(f"{format_count(alone, 'image')} alone in a class: nothing speaks for or against such a label")
-    return suspicion
+        notes.append(f"{format_count(alone, 'image')} alone in a class: such a label cannot be judged")
+    return scores
 
 
-def _mislabelled(subject: Subject, suspicion: Suspicion, found: Neighbours, notes: list[str]) -> list[Finding]:
-    doubtful = int((suspicion.score > 0).sum())
-    order = _first(suspicion.score, doubtful, "mislabelled")
+def _list_mislabelled(subject: AuditInput, scores: LabelScores, found: Neighbours, notes: list[str]) -> list[Finding]:
+    doubtful = int((scores.score > 0).sum())
+    order = _top_rows(scores.score, doubtful, "mislabelled")
     if len(order) < doubtful:
         notes.append(f"{doubtful:,} images look more like another class; the {len(order):,} most suspicious are listed")
     labels, findings = subject.labels, []
     for row in order:
-        suggested = int(suspicion.suggested[row])
-        rows, distances = _near(found, row)
+        suggested = int(scores.suggested[row])
+        rows, distances = _neighbours_of(found, row)
         theirs = labels[rows].tolist()
         both = (suggested, int(labels[row]))
         few = [[i for i, label_there in enumerate(theirs) if label_there == label][: _SHOWN // 2] for label in both]
@@ -208,51 +210,51 @@ def _mislabelled(subject: Subject, suspicion: Suspicion, found: Neighbours, note
         counts = [sum(label == wanted for label in theirs[:_NEAR]) for wanted in both]
         seen = min(_NEAR, len(rows))
         why = (
-            f"the other images support {name!r} rather than {own!r}; "
+            f"the other images fit {name!r} better than {own!r}; "
             f"of the {seen} nearest, {counts[0]} are {name!r} and {counts[1]} {own!r}"
         )
         partners = subject.partners([rows[i] for i in chosen], [distances[i] for i in chosen])
-        number, score = int(subject.numbers[row]), float(suspicion.score[row])
+        number, score = int(subject.numbers[row]), float(scores.score[row])
         findings.append(Finding("mislabelled", number, score, name, why, partners))
     return findings
 
 
-def _ambiguous(subject: Subject, found: Neighbours) -> list[Finding]:
+def _list_ambiguous(subject: AuditInput, found: Neighbours) -> list[Finding]:
     labels = subject.labels
-    told = ambiguous(labels, found)
+    ambiguity = score_ambiguity(labels, found)
     findings = []
-    for row in _first(told.score, int((told.score > _TIED).sum()), "ambiguous"):
-        rows, distances = _near(found, row)
+    for row in _top_rows(ambiguity.score, int((ambiguity.score > _TIED).sum()), "ambiguous"):
+        rows, distances = _neighbours_of(found, row)
         theirs = labels[rows[:_NEAR]]
-        most, second = (subject.images.classes[int(x[row])] for x in (told.first, told.second))
+        most, second = (subject.images.classes[int(x[row])] for x in (ambiguity.first, ambiguity.second))
         why = (
-            f"{most!r} and {second!r} share its surroundings: "
-            f"its {len(theirs)} nearest images are of {format_count(len(theirs.unique()), 'class')}"
+            f"{most!r} and {second!r} share its neighbours: "
+            f"its {len(theirs)} nearest images have {format_count(len(theirs.unique()), 'class')}"
         )
-        number, score = int(subject.numbers[row]), float(told.score[row])
+        number, score = int(subject.numbers[row]), float(ambiguity.score[row])
         partners = subject.partners(rows[:_SHOWN], distances[:_SHOWN])
         findings.append(Finding("ambiguous", number, score, "", why, partners))
     return findings
 
 
-def _duplicates(subject: Subject, suspicion: Suspicion) -> list[Finding]:
+def _list_duplicates(subject: AuditInput, scores: LabelScores) -> list[Finding]:
     splits = [subject.split(row) for row in range(len(subject.numbers))]
-    groups = duplicates(
+    groups = find_duplicates(
         subject.embeddings, subject.checksums, subject.sketches, subject.labels.tolist(), splits, near=subject.near
     )
     groups.sort(key=lambda group: (not group.across_classes, not group.across_splits, group.difference, group.rows))
-    return [finding for group in groups for finding in _group(subject, group, suspicion)]
+    return [finding for group in groups for finding in _list_group(subject, group, scores)]
 
 
-def _group(subject: Subject, group: DuplicateGroup, suspicion: Suspicion) -> list[Finding]:
-    """A finding for each image of the group but the one whose label is supported best (the first of equals)."""
-    score = suspicion.score.where(suspicion.judged, math.inf)
+def _list_group(subject: AuditInput, group: DuplicateGroup, scores: LabelScores) -> list[Finding]:
+    """Make a finding for each image of a group except the one whose label fits best (the first if several do)."""
+    score = scores.score.where(scores.judged, math.inf)
     best = min(group.rows, key=lambda row: (float(score[row]), row))
     findings = []
     for row in group.rows:
         if row == best:
             continue
-        what = "the same pixels as" if _same(subject, row, best) else "nearly the same image as"
+        what = "the same pixels as" if _same_pixels(subject, row, best) else "nearly the same image as"
         words = [f"{what} {subject.name(best)!r}"]
         other = subject.label(best) != subject.label(row)
         if other:
@@ -264,12 +266,12 @@ def _group(subject: Subject, group: DuplicateGroup, suspicion: Suspicion) -> lis
         rows = [best, *(r for r in group.rows if r not in (row, best))][:_SHOWN]
         unit = subject.embeddings[[row, *rows]].unit
         distances = torch.linalg.vector_norm(unit[1:] - unit[:1], dim=1).tolist()
-        alike = 1 - float(difference(subject.sketches, torch.tensor([row]), torch.tensor([best])))
+        alike = 1 - float(sketch_difference(subject.sketches, torch.tensor([row]), torch.tensor([best])))
         findings.append(
             Finding(
                 "duplicate",
                 int(subject.numbers[row]),
-                1.0 if _same(subject, row, best) else alike,
+                1.0 if _same_pixels(subject, row, best) else alike,
                 subject.label(best) if other else "",
                 ", ".join(words),
                 subject.partners(rows, distances),
@@ -278,17 +280,17 @@ def _group(subject: Subject, group: DuplicateGroup, suspicion: Suspicion) -> lis
     return findings
 
 
-def _same(subject: Subject, row: int, other: int) -> bool:
+def _same_pixels(subject: AuditInput, row: int, other: int) -> bool:
     return subject.checksums[row] == subject.checksums[other]
 
 
-def _first(score: Tensor, count: int, kind: str) -> list[int]:
-    """The rows of the largest scores, at most ``count`` and the list's share; the first of equals first."""
+def _top_rows(score: Tensor, count: int, kind: str) -> list[int]:
+    """Return the rows with the largest scores, at most ``count`` and at most the share of the list."""
     most = min(count, max(_AT_LEAST, round(_SHARES[kind] * len(score))))
     rows: list[int] = score.argsort(descending=True, stable=True)[:most].tolist()
     return rows
 
 
-def _near(found: Neighbours, row: int) -> tuple[list[int], list[float]]:
+def _neighbours_of(found: Neighbours, row: int) -> tuple[list[int], list[float]]:
     rows, distances = found.indices[row], found.distances[row]
     return rows[rows >= 0].tolist(), distances[rows >= 0].tolist()

@@ -1,21 +1,21 @@
-"""Which labels are likely wrong, and which images are ambiguous: judged by what all *other* images say (leave-one-out).
+"""Scores for wrong labels and for ambiguous images. Each image is judged by all *other* images (leave-one-out).
 
-With p_c the share of class c among the k nearest other images (exact, see `idml.evaluation.knn`), and y the
-image's own class, the scores of a wrong label are
+p_c is the share of class c among the k nearest other images (exact, see `idml.evaluation.knn`), and y is the class of
+the image itself. The scores of a wrong label are
 
-    disagreement       1 − p_y, k = 10: the simplest rival
+    disagreement       1 − p_y, k = 10: the simplest score
     disagreement_100   the same with k = 100
     vote               1 − p_y, k = 200, each weighted by exp(−(d² − d₁²) / (0.2 · d_k²))
     confident          max_{c ≠ y} (p_c − t_c) − (p_y − t_y), p as in vote, t_c the mean p_c of the images labelled c:
-                       after confident learning (Northcutt et al., 2021), which does not expect as much of every class
+                       after confident learning (Northcutt et al., 2021), which has a threshold for each class
     centroid           max_{c ≠ y} cos(s, m_c) − cos(s, m_y), m the classes' means
     discriminant       ln d(s, m_y) − ln min_{c ≠ y} d(s, m_c), d the Mahalanobis distance of linear discriminant
                        analysis: by the covariance within classes, W = 0.7 · S/(n − C) + 0.3 · (its mean variance)
 
-In the last two the image is left out of its own class's mean, and in the last out of W too. A positive value of
-confident, centroid and discriminant says that another class is supported better than the image's own.
+In the last two, the image is left out of the mean of its class, and in the last also out of W. A positive value of
+confident, centroid or discriminant means that another class fits better than the image's own.
 
-Nothing here holds all pairs of images: memory goes with images × dimensions, dimensions² and dimensions × classes.
+Memory grows with images × dimensions, dimensions² and dimensions × classes, not with pairs of images.
 """
 
 import math
@@ -34,15 +34,15 @@ _NEIGHBOURS = {"disagreement": 10, "disagreement_100": 100, "vote": 200, "confid
 _WIDTH = 0.2  # of a vote's weights
 _SHRINKAGE = 0.3
 _TINY = 1e-9  # squared distances below this count as equal
-_CELLS = 1 << 21  # images × classes looked at together: 16 MB
-_AROUND = 10  # neighbours that tell an ambiguous image
+_CELLS = 1 << 21  # images × classes processed together: 16 MB
+_AROUND = 10  # neighbours that decide whether an image is ambiguous
 Rows = tuple[slice, Tensor]
 
 
-class Suspicion(NamedTuple):
-    """For each image [n]: how likely its label is wrong, the class that the others suggest, whether it can be judged.
+class LabelScores(NamedTuple):
+    """For each image [n]: how likely its label is wrong, the class that the other images suggest, whether it is judged.
 
-    An image that is alone in its class cannot: nothing speaks for its label. Its score is −∞.
+    An image that is alone in its class cannot be judged. Its score is −∞.
     """
 
     score: Tensor
@@ -50,16 +50,16 @@ class Suspicion(NamedTuple):
     judged: Tensor
 
 
-def mislabelled(embeddings: Embeddings, labels: Tensor, *, score: str = "discriminant") -> Suspicion:
+def score_labels(embeddings: Embeddings, labels: Tensor, *, score: str = "discriminant") -> LabelScores:
     """Score every image by how likely its label is wrong.
 
     Args:
-        embeddings: their unit semantic part is used, and nothing else.
-        labels: whole numbers [n].
-        score: a name of `SCORES`; docs/audit.md says what each finds.
+        embeddings: only their unit semantic vectors are used.
+        labels: integers [n].
+        score: a name from `SCORES`; docs/audit.md says what each of them finds.
 
     >>> s = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.0], [0.0, 1.0], [0.1, 1.0], [0.0, 0.9]])
-    >>> found = mislabelled(Embeddings.certain(s), torch.tensor([0, 0, 1, 1, 1, 1]))
+    >>> found = score_labels(Embeddings.certain(s), torch.tensor([0, 0, 1, 1, 1, 1]))
     >>> int(found.score.argmax()), int(found.suggested[2])
     (2, 0)
     """
@@ -69,11 +69,11 @@ def mislabelled(embeddings: Embeddings, labels: Tensor, *, score: str = "discrim
         raise ValueError(f"need one whole number for each of {len(embeddings)} images, got {list(labels.shape)} labels")
     names, own, sizes = labels.unique(return_inverse=True, return_counts=True)
     if len(names) < 2:
-        raise ValueError("the images are all of one class: there is no other label to suggest")
+        raise ValueError("all images have the same class: there is no other label to suggest")
     judged, unit = sizes[own] > 1, embeddings.unit
     value, best = torch.full((len(own),), -math.inf, dtype=torch.float64), torch.zeros_like(own)
     if not bool(judged.any()):
-        return Suspicion(value, labels, judged)
+        return LabelScores(value, labels, judged)
     if score in _NEIGHBOURS:
         parts = _votes(unit, own, sizes, score)
     else:
@@ -83,26 +83,26 @@ def mislabelled(embeddings: Embeddings, labels: Tensor, *, score: str = "discrim
         other = support.scatter(1, own[rows].unsqueeze(1), -math.inf).max(dim=1)
         best[rows] = other.indices
         value[rows] = 1 - mine if score in _NEIGHBOURS and score != "confident" else other.values - mine
-    return Suspicion(value.masked_fill(~judged, -math.inf), names[best], judged)
+    return LabelScores(value.masked_fill(~judged, -math.inf), names[best], judged)
 
 
-class Ambiguity(NamedTuple):
-    """For each image [n]: how evenly two classes share its surroundings, 0 … 1, and which two (one: the same twice)."""
+class AmbiguityScores(NamedTuple):
+    """For each image [n]: how evenly two classes share its neighbours, 0 … 1, and which two (the same if only one)."""
 
     score: Tensor
     first: Tensor
     second: Tensor
 
 
-def ambiguous(labels: Tensor, found: Neighbours) -> Ambiguity:
-    """(p₁ + p₂) · p₂/p₁, p₁ ≥ p₂ the largest shares of classes around each image, from what `nearest` found for it.
+def score_ambiguity(labels: Tensor, found: Neighbours) -> AmbiguityScores:
+    """Compute (p₁ + p₂) · p₂/p₁, where p₁ ≥ p₂ are the largest class shares among the neighbours ``found``.
 
-    The ten nearest count, weighted as in ``vote``. The image's own label does not, so that a clear image with a wrong
-    label is not ambiguous. Entropy would put images first that have nothing in common with any class.
+    The ten nearest neighbours count, weighted as in ``vote``. The label of the image itself does not count, so a clear
+    image with a wrong label is not ambiguous. Entropy would rank images first that resemble no class.
 
     >>> x = torch.tensor([[0.0], [1.0], [-1.0], [5.0], [6.0], [7.0]])
-    >>> told = ambiguous(torch.tensor([0, 1, 0, 2, 2, 2]), nearest(x, 2))
-    >>> int(told.score.argmax()), float(told.score[0]), int(told.first[0]), int(told.second[0])
+    >>> scores = score_ambiguity(torch.tensor([0, 1, 0, 2, 2, 2]), nearest(x, 2))
+    >>> int(scores.score.argmax()), float(scores.score[0]), int(scores.first[0]), int(scores.second[0])
     (0, 1.0, 0, 1)
     """
     names, own = labels.unique(return_inverse=True)
@@ -116,11 +116,11 @@ def ambiguous(labels: Tensor, found: Neighbours) -> Ambiguity:
         (most, next_most), (one, two) = (x.unbind(dim=1) for x in shares.topk(2, dim=1))
         score[rows] = (most + next_most) * next_most / most
         first[rows], second[rows] = one, torch.where(next_most > 0, two, one)
-    return Ambiguity(score, names[first], names[second])
+    return AmbiguityScores(score, names[first], names[second])
 
 
 def _votes(unit: Tensor, own: Tensor, sizes: Tensor, score: str) -> Iterator[Rows]:
-    """The shares p of the classes among the nearest other images, less t for ``confident``."""
+    """Compute the class shares p among the nearest other images, minus t for ``confident``."""
     found = nearest(unit, _NEIGHBOURS[score])
     if score in ("vote", "confident"):
         weights = _weights(found)
@@ -134,7 +134,7 @@ def _votes(unit: Tensor, own: Tensor, sizes: Tensor, score: str) -> Iterator[Row
 
 
 def _weights(found: Neighbours) -> Tensor:
-    """What each neighbour's vote counts; 1 in all for each image."""
+    """Compute the weight of each neighbour; the weights of an image sum to 1."""
     seen, squares = found.indices >= 0, found.distances.double().square()
     width = _WIDTH * squares.masked_fill(~seen, 0.0).amax(dim=1, keepdim=True)
     weights = ((squares[:, :1] - squares) / width.clamp_min(_TINY)).exp().masked_fill(~seen, 0.0)
@@ -148,7 +148,7 @@ def _shares(found: Neighbours, weights: Tensor, own: Tensor, classes: int) -> It
 
 
 def _centroids(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
-    """Cosines to the means of the classes."""
+    """Compute the cosines to the class means."""
     sums = _sums(unit, own, len(sizes))
     means = unit_rows(sums)
     for rows in _slices(len(own), len(sizes)):
@@ -158,7 +158,7 @@ def _centroids(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
 
 
 def _discriminants(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
-    """−ln d to the means of the classes, everything as if the image were not there.
+    """Compute −ln d to the class means, with the image left out of everything.
 
     With z = L′s and M = L′m, L·L′ = W⁻¹, an image of a class of N images, ρ = z − M_y, and a = 0.7/(n − C) · N/(N − 1),
     taking it out of W adds a·W⁻¹rr′W⁻¹/(1 − a·ρ²) to the inverse (Sherman and Morrison), and r·N/(N − 1) is its
@@ -174,7 +174,7 @@ def _discriminants(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
         within += r.T @ r
     within *= (1 - _SHRINKAGE) / (n - classes)
     variance = float(within.trace()) / (1 - _SHRINKAGE) / width
-    within.diagonal().add_(_SHRINKAGE * variance if variance > 0 else 1.0)  # without spread: plain distances
+    within.diagonal().add_(_SHRINKAGE * variance if variance > 0 else 1.0)  # no variance: plain distances
     factor = torch.linalg.cholesky(torch.linalg.inv(within))
     centres = means @ factor
     squares = centres.square().sum(dim=1)
@@ -194,7 +194,7 @@ def _discriminants(unit: Tensor, own: Tensor, sizes: Tensor) -> Iterator[Rows]:
 
 
 def _sums(unit: Tensor, own: Tensor, classes: int) -> Tensor:
-    """The sum of each class's images."""
+    """Sum the vectors of each class."""
     sums = torch.zeros(classes, unit.shape[1], dtype=torch.float64)
     for rows in _slices(len(own), unit.shape[1]):
         sums.index_add_(0, own[rows], unit[rows].double())

@@ -1,6 +1,10 @@
-"""`idml audit`: embed all images of a data set, list the suspicious ones, remember what was decided about them."""
+"""`idml audit`: embed all images of a data set, list the suspicious ones, and write the lists and a report."""
 
+import csv
 import hashlib
+import html
+import io
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -12,23 +16,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from idml.audit.decisions import KINDS, Settled, read, write_cleaned
-from idml.audit.duplicates import sketch
-from idml.audit.findings import AuditImages, Finding, Found, Subject, checksum, find
-from idml.audit.report import CSV, JSON, REPORT, write_audit
+from idml.audit.decisions import KINDS, CurrentDecisions, escape_formula, read_decisions, write_cleaned
+from idml.audit.duplicates import make_sketches
+from idml.audit.findings import AuditImages, AuditInput, Finding, Findings, find_suspicious, image_checksum
 from idml.data.augment import View
 from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings
 from idml.evaluation.evaluate import Counted, load_model_pixels
+from idml.files import write_atomic
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import features_of, view_features
 from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress, image_counter, silent
+from idml.report_html import drawing, page, picture, table
 
-_CROPPED = View("crop", 0.08)  # copies that count as near duplicates
-_COPIES = 128  # of as many images
+FORMAT, VERSION = "idml audit", 1
+JSON, CSV, REPORT = "audit.json", "audit.csv", "report.html"
+_COLUMNS = (
+    "rank", "kind", "image", "split", "label", "suggested label", "score", "why", "partners", "decision", "checksum"
+)  # fmt: skip
+_TOP = 10  # findings of each list in the report
+_BESIDE = 4  # images beside each of them
+_TITLES = {
+    "mislabelled": ("Likely mislabelled", "Left: the image in question. Right: the nearest images of the two classes."),
+    "duplicate": ("Duplicates", "Left: the image in question. Right: its duplicates."),
+    "ambiguous": ("Ambiguous", "Left: the image in question. Right: its nearest images."),
+}
+_CROPPED = View("crop", 0.08)  # copies that count as near duplicates …
+_COPIES = 128  # … of this many images
+Show = Callable[[list[int]], NDArray[np.uint8]]
 
 
 def audit_run(
@@ -43,21 +61,21 @@ def audit_run(
     """List the images of ``data`` that the model in ``run`` finds likely mislabelled, duplicate or ambiguous.
 
     Args:
-        run: a run directory, or the word ``pretrained``: the default trunk as it is.
-        data: a SPEC as in `idml.data.datasets.load_dataset`, and ``split`` likewise; all of its images are audited.
+        run: a run directory, or ``pretrained``: the default trunk without training.
+        data: a SPEC as in `idml.data.datasets.load_dataset`; all of its images are audited.
         out: a folder for audit.csv, audit.json and report.html, and for the decisions of a review (decisions.csv).
-        split: which images are in which part; duplicates across parts are told.
-        progress: called with rows of how many images are done.
-        note: called with lines that a person should see.
+        split: as in `load_dataset`; duplicates in different splits are reported as such.
+        progress: called with the number of images done.
+        note: called with lines for the user.
 
-    Images about which a person has decided, and that have not changed since, come last. If there are decisions,
-    cleaned.csv applies them. docs/audit.md says what the lists mean; the result is what --json prints.
+    Images with a decision that have not changed since come last. If there are decisions, cleaned.csv applies them.
+    docs/audit.md explains the lists. Returns what --json prints.
     """
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; an audit needs a folder")
-    settled = Settled(read(folder))  # damage is told before anything is computed
-    model, name = _model(run)
+    decisions = CurrentDecisions(read_decisions(folder))  # report damage before computing anything
+    model, name = _load_model(run)
     dataset = load_dataset(data, split=split)
     images = AuditImages.of(dataset)
     notes = list(dataset.notes)
@@ -71,12 +89,12 @@ def audit_run(
     counted = partial(image_counter, progress)
 
     if run != PRETRAINED and images.parts[0][0] in ("train", "all"):
-        keep("the run may have learned wrong labels of images it was trained on: they rank lower than they should")
+        keep("the model may have learned wrong labels of its training images: they rank lower than they should")
     parts = [load_model_pixels(model, part, counted, keep) for _, part in images.parts]
-    found = find(_subject(model, str(run) == PRETRAINED, images, parts, counted))
+    found = find_suspicious(_prepare_input(model, str(run) == PRETRAINED, images, parts, counted))
     for line in found.notes:
         keep(line)
-    findings = _ranked(found, images, settled)
+    findings = _rank(found, images, decisions)
     audit: dict[str, Any] = {
         "data": dataset.name,
         "split": split,
@@ -96,13 +114,13 @@ def audit_run(
     }
     folder.mkdir(parents=True, exist_ok=True)
     result = {**audit, **{key: str(folder / file) for key, file in (("csv", CSV), ("json", JSON), ("report", REPORT))}}
-    result["cleaned"] = _cleaned(images, settled, folder, keep)
-    write_audit(folder, {**audit, "findings": findings}, found.scores, _shower(parts))
+    result["cleaned"] = _write_cleaned(images, decisions, folder, keep)
+    write_audit(folder, {**audit, "findings": findings}, found.scores, _pixel_reader(parts))
     return result
 
 
-def _model(run: str | Path) -> tuple[Model, str]:
-    """The model and how it is called in the report."""
+def _load_model(run: str | Path) -> tuple[Model, str]:
+    """Load the model; return it with its name for the report."""
     if str(run) == PRETRAINED:
         model, name = build_model(), "the pretrained trunk"
     else:
@@ -113,22 +131,22 @@ def _model(run: str | Path) -> tuple[Model, str]:
     return model, name
 
 
-def _subject(model: Model, raw: bool, images: AuditImages, parts: list[Pixels], counted: Counted) -> Subject:
-    """All readable images as the model sees them; ``raw``: the trunk's own features, without u."""
+def _prepare_input(model: Model, raw: bool, images: AuditImages, parts: list[Pixels], counted: Counted) -> AuditInput:
+    """Embed all readable images and hash their pixels; ``raw``: use the features of the trunk, without u."""
     numbers, embeddings, checksums, sketches, start = [], [], [], [], 0
     for pixels in parts:
         features = view_features(model, pixels, progress=counted(f"of {pixels.images.name}"))
-        embeddings.append(_embeddings(model, features, raw, pixels))
+        embeddings.append(_embed(model, features, raw, pixels))
         usable = pixels.usable
         numbers.append(usable + start)
         checksums += [hashlib.blake2b(pixels.array[i].tobytes(), digest_size=16).digest() for i in usable.tolist()]
-        sketches.append(sketch(pixels.array)[usable])
+        sketches.append(make_sketches(pixels.array)[usable])
         start += len(pixels.images)
-    near = _near(model, raw, parts[0], embeddings[0])
-    return Subject(images, torch.cat(numbers), Embeddings.cat(embeddings), checksums, torch.cat(sketches), near)
+    near = _measure_near(model, raw, parts[0], embeddings[0])
+    return AuditInput(images, torch.cat(numbers), Embeddings.cat(embeddings), checksums, torch.cat(sketches), near)
 
 
-def _embeddings(model: Model, features: Tensor, raw: bool, pixels: Pixels) -> Embeddings:
+def _embed(model: Model, features: Tensor, raw: bool, pixels: Pixels) -> Embeddings:
     embeddings = Embeddings.certain(features) if raw else model.embed_features(features)
     bad = (~embeddings.semantic.isfinite().all(dim=1)).nonzero().flatten()
     if len(bad):
@@ -137,31 +155,31 @@ def _embeddings(model: Model, features: Tensor, raw: bool, pixels: Pixels) -> Em
     return embeddings
 
 
-def _near(model: Model, raw: bool, pixels: Pixels, embeddings: Embeddings) -> float:
-    """The distance within which nine of ten slightly cropped copies lie from their images."""
+def _measure_near(model: Model, raw: bool, pixels: Pixels, embeddings: Embeddings) -> float:
+    """Measure the distance that nine of ten slightly cropped copies have at most from their images."""
     chosen = torch.randperm(len(pixels.usable), generator=random_stream("audit copies"))[:_COPIES].sort().values
     views = _CROPPED.images(pixels, pixels.usable[chosen], model.trunk.image_size)
     device = model.semantic.weight.device
     features = torch.from_numpy(np.concatenate([features_of(model, part.to(device)) for part in views.split(64)]))
-    copies = _embeddings(model, features, raw, pixels)
+    copies = _embed(model, features, raw, pixels)
     distances = torch.linalg.vector_norm(copies.unit - embeddings[chosen].unit, dim=1)
     return float(distances.quantile(0.9))
 
 
-def _ranked(found: Found, images: AuditImages, settled: Settled) -> list[dict[str, Any]]:
-    """The findings as audit.json holds them: kind after kind, those already decided last."""
+def _rank(found: Findings, images: AuditImages, decisions: CurrentDecisions) -> list[dict[str, Any]]:
+    """Convert the findings for audit.json: kind after kind, those with a decision last."""
     rows: list[dict[str, Any]] = []
     for kind in KINDS:
-        told = [_told(finding, images, settled) for finding in found.findings if finding.kind == kind]
-        told.sort(key=lambda row: row["decision"] is not None)
-        rows += [{"rank": rank, **row} for rank, row in enumerate(told, start=1)]
+        listed = [_describe(finding, images, decisions) for finding in found.findings if finding.kind == kind]
+        listed.sort(key=lambda row: row["decision"] is not None)
+        rows += [{"rank": rank, **row} for rank, row in enumerate(listed, start=1)]
     return rows
 
 
-def _told(finding: Finding, images: AuditImages, settled: Settled) -> dict[str, Any]:
-    about = _image(images, finding.number)
-    digest = checksum(images.sources[finding.number])
-    decision = settled.of(finding.kind, about["image"], about["label"], digest)
+def _describe(finding: Finding, images: AuditImages, decisions: CurrentDecisions) -> dict[str, Any]:
+    about = _describe_image(images, finding.number)
+    digest = image_checksum(images.sources[finding.number])
+    decision = decisions.find(finding.kind, about["image"], about["label"], digest)
     return {
         "kind": finding.kind,
         **about,
@@ -170,21 +188,23 @@ def _told(finding: Finding, images: AuditImages, settled: Settled) -> dict[str, 
         "why": finding.why,
         "checksum": digest,
         "decision": None if decision is None else asdict(decision),
-        "partners": [{**_image(images, number), "distance": distance} for number, distance in finding.partners],
+        "partners": [
+            {**_describe_image(images, number), "distance": distance} for number, distance in finding.partners
+        ],
     }
 
 
-def _image(images: AuditImages, number: int) -> dict[str, Any]:
+def _describe_image(images: AuditImages, number: int) -> dict[str, Any]:
     source = images.sources[number]
     return {"number": number, "image": source.name, "split": images.splits[number], "label": images.label(number)}
 
 
-def _cleaned(images: AuditImages, settled: Settled, folder: Path, note: Note) -> dict[str, Any] | None:
-    """cleaned.csv, if anything was decided and the images are files."""
-    if not settled.images():
+def _write_cleaned(images: AuditImages, decisions: CurrentDecisions, folder: Path, note: Note) -> dict[str, Any] | None:
+    """Write cleaned.csv, if there are decisions and the images are files."""
+    if not decisions.images():
         return None
     try:
-        done = write_cleaned(images, settled, folder)
+        done = write_cleaned(images, decisions, folder)
     except ValueError as error:
         note(str(error))
         return None
@@ -193,8 +213,8 @@ def _cleaned(images: AuditImages, settled: Settled, folder: Path, note: Note) ->
     return asdict(done)
 
 
-def _shower(parts: list[Pixels]) -> Callable[[list[int]], NDArray[np.uint8]]:
-    """Pixels by the number of the image among all parts."""
+def _pixel_reader(parts: list[Pixels]) -> Callable[[list[int]], NDArray[np.uint8]]:
+    """Return a function that reads the pixels of images by their numbers."""
     starts = np.cumsum([0, *(len(pixels.images) for pixels in parts)])
 
     def show(numbers: list[int]) -> NDArray[np.uint8]:
@@ -202,3 +222,92 @@ def _shower(parts: list[Pixels]) -> Callable[[list[int]], NDArray[np.uint8]]:
         return np.stack([parts[part].array[number - starts[part]] for part, number in places])
 
     return show
+
+
+# -------------------- files --------------------
+
+
+def write_audit(folder: Path, audit: dict[str, Any], scores: Tensor, show: Show) -> None:
+    """Write the three files; ``show`` returns the pixels [n, side, side, 3] of images by their numbers."""
+    write_atomic(folder / REPORT, _format_page(audit, scores, show))
+    write_atomic(folder / CSV, _format_csv(audit["findings"]))
+    whole = {"format": FORMAT, "format_version": VERSION, **audit}
+    write_atomic(folder / JSON, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_audit(folder: Path) -> dict[str, Any]:
+    """Read audit.json; a ``ValueError`` or ``FileNotFoundError`` in one line if it is damaged or missing."""
+    path = folder / JSON
+    try:
+        audit = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {path}; run idml audit first") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is damaged: it is not JSON; audit again") from None
+    if not isinstance(audit, dict) or (audit.get("format"), audit.get("format_version")) != (FORMAT, VERSION):
+        raise ValueError(f"{path} is not an audit of this version; audit again")
+    return audit
+
+
+def _format_csv(findings: list[dict[str, Any]]) -> bytes:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(_COLUMNS)
+    for finding in findings:
+        cells = {**finding, "suggested label": finding["suggested"], "score": f"{finding['score']:.4f}"}
+        cells["partners"] = " | ".join(partner["image"] for partner in finding["partners"])
+        cells["decision"] = _format_decision(finding)
+        rows.writerow(escape_formula(str(cells[column])) for column in _COLUMNS)
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _format_decision(finding: dict[str, Any]) -> str:
+    if finding["decision"] is None:
+        return ""
+    return " ".join(x for x in (finding["decision"]["decision"], finding["decision"]["new_label"]) if x)
+
+
+def _format_page(audit: dict[str, Any], scores: Tensor, show: Show) -> bytes:
+    title = f"audit of {audit['data']}"
+    lists = {kind: [f for f in audit["findings"] if f["kind"] == kind] for kind in KINDS}
+    counts = [[_TITLES[kind][0], f"{c['listed']:,}", f"{c['open']:,}"] for kind, c in audit["counts"].items()]
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>{audit['images']:,} images, {audit['classes']:,} classes; model: {html.escape(audit['model'])}.</p>",
+        *(f"<p>{html.escape(line)}</p>" for line in audit["notes"]),
+        table(["list", "images", "without decision"], counts),
+        f"<p>{CSV} lists all of them with reasons. To review them in a browser: idml audit … --review.</p>",
+        _histogram(scores),
+    ]
+    for kind, findings in lists.items():
+        heading, legend = _TITLES[kind]
+        parts.append(f"<h2>{heading}</h2>")
+        shown = [finding for finding in findings if finding["decision"] is None][:_TOP]
+        parts.append(f"<p>{legend}</p>" if shown else "<p>There is none without a decision.</p>")
+        parts += [_format_finding(finding, show) for finding in shown]
+    return page(title, *parts)
+
+
+def _format_finding(finding: dict[str, Any], show: Show) -> str:
+    partners = finding["partners"][:_BESIDE]
+    text = (
+        f"{finding['rank']}. {finding['image']}, labelled {finding['label']!r} ({finding['split']}): {finding['why']}"
+    )
+    images = show([finding["number"], *(partner["number"] for partner in partners)])
+    labels = ", ".join(partner["label"] for partner in partners)
+    return picture(images, text) + f"<p>{html.escape(text)}. Beside it: {html.escape(labels)}</p>"
+
+
+def _histogram(scores: Tensor) -> str:
+    """Draw a histogram of the scores of all labels; images above 0 fit another class better."""
+    if len(scores) == 0:
+        return ""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(scores.numpy(), 60, color="0.5")
+    axes.axvline(0, color="C3")
+    axes.set(xlabel="score of a wrong label", ylabel="images", yscale="log")
+    above = f"{int((scores > 0).sum()):,} of {len(scores):,} images fit another class better (above 0)"
+    return drawing(figure, f"histogram of the scores of all labels: {above}") + f"<p>{above}.</p>"

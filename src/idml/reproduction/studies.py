@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from idml.audit.label_errors import SCORES, ambiguous, mislabelled
+from idml.audit.label_errors import SCORES, score_ambiguity, score_labels
 from idml.data.augment import MIXED
 from idml.data.datasets import Dataset
 from idml.data.images import resized_side
@@ -197,7 +197,7 @@ def planted_figures(embeddings: Embeddings, features: Tensor, labels: Tensor, se
         given = plant(labels, seed, features if kind == "similar" else None)
         wrong, rows = given != labels, {}
         for name in SCORES:
-            found = mislabelled(embeddings, given, score=name)
+            found = score_labels(embeddings, given, score=name)
             right = (found.suggested == labels)[wrong]
             rows[name] = {**ranking_figures(found.score, wrong), "suggested": float(right.double().mean())}
             if name == "discriminant" and embeddings.uncertainty.shape[1]:
@@ -249,7 +249,7 @@ def ranking_figures(score: Tensor, wanted: Tensor) -> dict[str, float]:
 def ambiguity_figures(embeddings: Embeddings, labels: Tensor, known: Tensor) -> dict[str, Any]:
     """How well each score tells the images that are known to be ambiguous."""
     scores = {
-        "shared surroundings": ambiguous(labels, nearest(embeddings, 10)).score,
+        "shared surroundings": score_ambiguity(labels, nearest(embeddings, 10)).score,
         "entropy": neighbour_scores(embeddings, labels).scores["entropy"],
         "‖u‖": embeddings.level,
     }

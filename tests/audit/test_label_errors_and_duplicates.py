@@ -12,8 +12,8 @@ from PIL import Image
 
 from idml import Embeddings
 from idml.audit import label_errors as audit
-from idml.audit.duplicates import difference, duplicates, sketch
-from idml.audit.label_errors import SCORES, ambiguous, mislabelled
+from idml.audit.duplicates import find_duplicates, make_sketches, sketch_difference
+from idml.audit.label_errors import SCORES, score_ambiguity, score_labels
 from idml.evaluation import nearest
 
 
@@ -94,7 +94,7 @@ def by_hand(name, s, labels):
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_are_those_of_a_loop(name):
     embeddings, _, given = planted()
-    found = mislabelled(embeddings, given, score=name)
+    found = score_labels(embeddings, given, score=name)
     score, suggested = by_hand(name, embeddings.semantic, given)
     torch.testing.assert_close(found.score, score, rtol=1e-4, atol=1e-5)
     assert bool(found.judged.all())
@@ -105,9 +105,9 @@ def test_scores_are_those_of_a_loop(name):
 @pytest.mark.parametrize("name", SCORES)
 def test_looking_at_few_images_at_a_time_changes_nothing(name, monkeypatch):
     embeddings, _, given = planted()
-    whole = mislabelled(embeddings, given, score=name)
+    whole = score_labels(embeddings, given, score=name)
     monkeypatch.setattr(audit, "_CELLS", 20)
-    part = mislabelled(embeddings, given, score=name)
+    part = score_labels(embeddings, given, score=name)
     torch.testing.assert_close(part.score, whole.score)
     assert torch.equal(part.suggested, whole.suggested)
 
@@ -115,7 +115,7 @@ def test_looking_at_few_images_at_a_time_changes_nothing(name, monkeypatch):
 @pytest.mark.parametrize("name", SCORES)
 def test_planted_labels_come_first(name):
     embeddings, labels, given = planted(classes=6, each=40, width=12, spread=0.3)
-    found = mislabelled(embeddings, given, score=name)
+    found = score_labels(embeddings, given, score=name)
     wrong = given != labels
     first = found.score.argsort(descending=True)[: int(wrong.sum())]
     assert float(wrong[first].double().mean()) > 0.9
@@ -128,9 +128,9 @@ def test_planted_labels_come_first(name):
 @given(seed=st.integers(0, 99), scale=st.floats(1e-3, 1e3))
 def test_neither_the_order_nor_the_scale_nor_the_names_of_classes_matter(seed, scale):
     embeddings, _, given = planted(seed=seed % 5)
-    found = mislabelled(embeddings, given)
+    found = score_labels(embeddings, given)
     shuffled = torch.randperm(len(given), generator=torch.Generator().manual_seed(seed))
-    other = mislabelled(Embeddings.certain(embeddings.semantic[shuffled] * scale), 1000 - 7 * given[shuffled])
+    other = score_labels(Embeddings.certain(embeddings.semantic[shuffled] * scale), 1000 - 7 * given[shuffled])
     torch.testing.assert_close(other.score, found.score[shuffled], rtol=1e-4, atol=1e-5)
     assert torch.equal(other.suggested, 1000 - 7 * found.suggested[shuffled])
 
@@ -140,31 +140,31 @@ def test_an_image_alone_in_its_class_is_not_judged_and_never_first(name):
     embeddings, _, given = planted()
     given = given.clone()
     given[3] = 17
-    found = mislabelled(embeddings, given, score=name)
+    found = score_labels(embeddings, given, score=name)
     assert found.judged.tolist() == [i != 3 for i in range(len(given))]
     assert found.score[3] == -math.inf
     assert bool(torch.isfinite(found.score[found.judged]).all())
-    alone = mislabelled(embeddings, torch.arange(len(given)), score=name)
+    alone = score_labels(embeddings, torch.arange(len(given)), score=name)
     assert not bool(alone.judged.any())
     assert bool((alone.score == -math.inf).all())
 
 
 @pytest.mark.parametrize("name", SCORES)
 def test_images_that_are_all_the_same_are_no_trouble(name):
-    found = mislabelled(Embeddings.certain(torch.ones(8, 3)), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), score=name)
+    found = score_labels(Embeddings.certain(torch.ones(8, 3)), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), score=name)
     assert not bool(found.score.isnan().any())
 
 
 def test_bad_input_is_one_line():
     embeddings, _, given = planted()
-    with pytest.raises(ValueError, match="all of one class: there is no other label"):
-        mislabelled(embeddings, torch.zeros(len(given), dtype=torch.long))
+    with pytest.raises(ValueError, match="all images have the same class: there is no other label"):
+        score_labels(embeddings, torch.zeros(len(given), dtype=torch.long))
     with pytest.raises(ValueError, match="unknown score 'knn'; did you mean"):
-        mislabelled(embeddings, given, score="knn")
+        score_labels(embeddings, given, score="knn")
     with pytest.raises(ValueError, match=r"one whole number for each of 32 images, got \[3\] labels"):
-        mislabelled(embeddings, given[:3])
+        score_labels(embeddings, given[:3])
     with pytest.raises(ValueError, match="semantic"):
-        mislabelled(Embeddings.certain(torch.full((32, 2), math.nan)), given)
+        score_labels(Embeddings.certain(torch.full((32, 2), math.nan)), given)
 
 
 # ---- ambiguous
@@ -174,7 +174,7 @@ def test_ambiguity_is_that_of_a_loop():
     s, labels = blobs(spread=1.0)
     unit = Embeddings.certain(s).unit
     p = shares(unit, labels, 10, weighted=True)
-    told = ambiguous(labels, nearest(unit, 30))
+    told = score_ambiguity(labels, nearest(unit, 30))
     for i, row in enumerate(p.tolist()):
         (a, one), (b, two) = sorted(((v, -c) for c, v in enumerate(row)), reverse=True)[:2]
         assert float(told.score[i]) == pytest.approx((a + b) * b / a, abs=1e-5)
@@ -186,10 +186,10 @@ def test_a_clear_image_with_a_wrong_label_is_not_ambiguous_and_one_between_two_c
     x = torch.cat([near, 4 - near, torch.full((1, 2), 2.0)])
     labels = torch.tensor([0] * 20 + [1] * 20 + [0])
     labels[0] = 1  # wrong, and clear
-    told = ambiguous(labels, nearest(x, 10))
+    told = score_ambiguity(labels, nearest(x, 10))
     assert int(told.score.argmax()) == 40
     assert float(told.score[0]) < 0.1 < 0.9 < float(told.score[40])
-    alone = ambiguous(torch.zeros(41, dtype=torch.long), nearest(x, 10))
+    alone = score_ambiguity(torch.zeros(41, dtype=torch.long), nearest(x, 10))
     assert float(alone.score.max()) == 0.0
 
 
@@ -219,10 +219,10 @@ def cropped(pixels):
 
 def groups(images, embeddings, labels=None, splits=None, near=0.0):
     n = len(images)
-    return duplicates(
+    return find_duplicates(
         Embeddings.certain(embeddings),
         [image.tobytes() for image in images],
-        sketch(np.stack(images)),
+        make_sketches(np.stack(images)),
         labels or ["a"] * n,
         splits or ["train"] * n,
         near=near,
@@ -262,8 +262,8 @@ def test_where_a_class_lies_close_together_its_images_are_no_duplicates():
     """Only a hundredth of the nearest pairs may go by the weaker rule, whatever the model makes of crops."""
     base = photograph(0)
     images = [(base * 0.7 + photograph(seed) * 0.3).astype(np.uint8) for seed in range(1, 41)]
-    few = sketch(np.stack(images[:2])), torch.tensor([0]), torch.tensor([1])
-    assert float(difference(*few, side=16)) < 0.2  # alike, but not the same
+    few = make_sketches(np.stack(images[:2])), torch.tensor([0]), torch.tensor([1])
+    assert float(sketch_difference(*few, side=16)) < 0.2  # alike, but not the same
     found = groups(images, torch.randn(40, 8) * 0.01 + 1, near=2.0)
     assert sum(len(g.rows) for g in found) <= 3
 
@@ -280,7 +280,7 @@ def test_small_sets_and_uneven_lists():
     assert groups([photograph(0)], torch.ones(1, 2)) == []
     assert [g.rows for g in groups([photograph(0)] * 2, torch.ones(2, 2))] == [(0, 1)]
     with pytest.raises(ValueError, match="2 images need as many checksums"):
-        duplicates(Embeddings.certain(torch.ones(2, 2)), [b""], torch.zeros(2, 32, 32), [0, 0], [0, 0], near=0.1)
+        find_duplicates(Embeddings.certain(torch.ones(2, 2)), [b""], torch.zeros(2, 32, 32), [0, 0], [0, 0], near=0.1)
 
 
 def test_the_difference_of_sketches_is_one_minus_their_correlation():
@@ -288,5 +288,5 @@ def test_the_difference_of_sketches_is_one_minus_their_correlation():
     small = images.reshape(3, 32, 2, 32, 2, 3).mean(axis=(2, 4, 5)).round()
     expected = 1 - np.corrcoef(small.reshape(3, -1))
     rows, columns = torch.tensor([0, 0, 1]), torch.tensor([1, 2, 2])
-    found = difference(sketch(images), rows, columns)
+    found = sketch_difference(make_sketches(images), rows, columns)
     np.testing.assert_allclose(found.numpy(), expected[rows, columns], atol=0.01)

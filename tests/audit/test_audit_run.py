@@ -14,10 +14,18 @@ import torch
 from PIL import Image
 
 from idml.audit import run as auditing
-from idml.audit.decisions import FILE, Decision, Settled, append, cleaned, now, read, write_cleaned
-from idml.audit.findings import AuditImages, checksum
-from idml.audit.report import read_audit
-from idml.audit.run import audit_run
+from idml.audit.decisions import (
+    DECISIONS_FILE,
+    CurrentDecisions,
+    Decision,
+    append_decision,
+    apply_decisions,
+    current_time,
+    read_decisions,
+    write_cleaned,
+)
+from idml.audit.findings import AuditImages, image_checksum
+from idml.audit.run import audit_run, read_audit
 from idml.data.datasets import Dataset, load_dataset
 from idml.model import Model, build_model, save_model
 from idml.training.config import TrainConfig
@@ -84,7 +92,7 @@ def findings(out, kind):
 
 def decide(out, finding, decision, label=""):
     about = (finding["kind"], finding["image"], finding["label"])
-    append(out, Decision(now(), *about, decision, label, finding["checksum"]))
+    append_decision(out, Decision(current_time(), *about, decision, label, finding["checksum"]))
 
 
 def test_what_was_planted_is_found(first):
@@ -95,7 +103,7 @@ def test_what_was_planted_is_found(first):
         ("class 7/copy.png", "class 7", "class 1"),
     }
     assert wrong[0]["score"] > wrong[1]["score"] > 0
-    assert "the other images support 'class" in wrong[0]["why"]
+    assert "the other images fit 'class" in wrong[0]["why"]
     assert {p["label"] for p in wrong[0]["partners"]} <= {wrong[0]["label"], wrong[0]["suggested"]}
     copies = findings(out, "duplicate")
     assert copies[0]["image"] == "class 7/copy.png"
@@ -111,7 +119,7 @@ def test_what_was_planted_is_found(first):
     assert (
         result["notes"]
         == notes
-        == ["the run may have learned wrong labels of images it was trained on: they rank lower than they should"]
+        == ["the model may have learned wrong labels of its training images: they rank lower than they should"]
     )
     json.dumps(result, allow_nan=False)
 
@@ -224,7 +232,7 @@ def test_the_cleaned_list_can_be_trained_on(run, data, tmp_path):
     assert {key: told[key] for key in ("images", "relabelled", "excluded")} == {
         "images": 48, "relabelled": 1, "excluded": 1,
     }  # fmt: skip
-    assert "1 image left out of cleaned.csv: names that are not UTF-8 cannot stand in it" in notes
+    assert "1 image left out of cleaned.csv: it cannot contain names that are not UTF-8" in notes
     before, after = load_dataset(spec), load_dataset(f"csv:{out / 'cleaned.csv'}", strict=True)
     old = {s.name: (p, x.classes[int(y)]) for p, x in named(before) for s, y in zip(x.sources, x.labels, strict=True)}
     new = {s.name: (p, x.classes[int(y)]) for p, x in named(after) for s, y in zip(x.sources, x.labels, strict=True)}
@@ -290,7 +298,7 @@ def test_something_in_the_way_of_the_link_is_told(run, data, tmp_path):
     decide(out, findings(out, "mislabelled")[0], "keep")
     (out / "images").mkdir()
     assert audit_run(run, f"folder:{data}", out, note=notes.append)["cleaned"] is None
-    assert "images is in the way" in notes[-1]
+    assert "images exists, but the link to the images" in notes[-1]
     (out / "images").rmdir()
     (out / "images").symlink_to("elsewhere")  # of an earlier audit: it is led anew
     assert audit_run(run, f"folder:{data}", out)["cleaned"]["images"] == 49
@@ -300,11 +308,11 @@ def test_something_in_the_way_of_the_link_is_told(run, data, tmp_path):
 def test_decisions_that_leave_nothing_are_told(data, tmp_path):
     images = AuditImages.of(load_dataset(f"folder:{data}"))
     gone = [
-        Decision(now(), "duplicate", s.name, images.label(i), "exclude", "", checksum(s))
+        Decision(current_time(), "duplicate", s.name, images.label(i), "exclude", "", image_checksum(s))
         for i, s in enumerate(images.sources)
     ]
     with pytest.raises(ValueError, match="the decisions leave no image"):
-        write_cleaned(images, Settled(gone), tmp_path)
+        write_cleaned(images, CurrentDecisions(gone), tmp_path)
 
 
 def test_a_gallery_is_a_part_too_and_an_image_may_have_two_labels(run, data, tmp_path):
@@ -313,7 +321,7 @@ def test_a_gallery_is_a_part_too_and_an_image_may_have_two_labels(run, data, tmp
     images = AuditImages.of(dataset)
     assert images.splits == ["train"] * 24 + ["test"] * 10 + ["gallery"] * 16
     assert [images.label(n) for n in (0, 24, 34)] == ["class 0", "class 4", images.label(34)]
-    rows, _ = cleaned(images, Settled([]))
+    rows, _ = apply_decisions(images, CurrentDecisions([]))
     assert {split for _, _, split in rows} == {"train", "test"}
     lines = ["path,label", *(f"data/{s.name},{s.name[:7]}" for s in whole.train.sources if FOREIGN not in s.name)]
     (tmp_path / "list.csv").write_text("\n".join([*lines, "data/class 1/1.png,class 2"]))
@@ -344,7 +352,7 @@ def test_an_out_that_is_a_file(run, made, tmp_path):
 
 
 def test_damaged_decisions_are_told_before_anything_is_computed(run, made, tmp_path, monkeypatch):
-    (tmp_path / FILE).write_text("nonsense\n")
+    (tmp_path / DECISIONS_FILE).write_text("nonsense\n")
     monkeypatch.setattr(auditing, "load_model", lambda run: pytest.fail("too late"))
     refused("decisions.csv, line 1", run, f"folder:{made}", tmp_path)
 
@@ -365,10 +373,10 @@ def test_one_class_a_single_image_and_images_alone(run, tmp_path):
     root = pictures(tmp_path / "one", classes=1, each=5)
     refused("one class is not enough", run, f"folder:{root}", tmp_path / "o")
     result = audit_run(run, f"folder:{root}", tmp_path / "o", split="all")
-    assert "all images are of one class: no label can be judged" in result["notes"]
+    assert "all images have the same class: no label can be judged" in result["notes"]
     assert result["counts"]["mislabelled"] == {"listed": 0, "open": 0}
     single = pictures(tmp_path / "single", classes=1, each=1)
-    refused("one image has nothing to be compared with", run, f"folder:{single}", tmp_path / "s", split="all")
+    refused("an audit needs at least two readable images", run, f"folder:{single}", tmp_path / "s", split="all")
     lonely = pictures(tmp_path / "lonely", classes=6, each=1)
     result = audit_run(run, f"folder:{lonely}", tmp_path / "l")
     assert "6 images alone in a class: nothing speaks for or against such a label" in result["notes"]
@@ -420,4 +428,4 @@ def test_files_that_are_no_audit(tmp_path):
         (tmp_path / "audit.json").write_text(content)
         with pytest.raises(ValueError, match=words):
             read_audit(tmp_path)
-    assert read(tmp_path) == []
+    assert read_decisions(tmp_path) == []
