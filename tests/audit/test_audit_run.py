@@ -379,7 +379,7 @@ def test_one_class_a_single_image_and_images_alone(run, tmp_path):
     refused("an audit needs at least two readable images", run, f"folder:{single}", tmp_path / "s", split="all")
     lonely = pictures(tmp_path / "lonely", classes=6, each=1)
     result = audit_run(run, f"folder:{lonely}", tmp_path / "l")
-    assert "6 images alone in a class: nothing speaks for or against such a label" in result["notes"]
+    assert "6 images alone in a class: such a label cannot be judged" in result["notes"]
 
 
 def test_an_empty_split(run, made, tmp_path):
