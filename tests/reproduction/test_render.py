@@ -48,3 +48,23 @@ def test_every_stored_row_says_its_version_and_the_commit_that_made_it():
             assert row["version"] == 1
             assert re.fullmatch(r"[0-9a-f]{7,}", row["commit"]), row["name"]
             assert row["options"].keys() >= {"loss", "method", "lr", "seed"} or "raw" in row["name"]
+
+
+def test_the_fine_tuned_table_of_the_docs_is_that_of_the_stored_evaluations():
+    text = (ROOT / "docs" / "uncertainty.md").read_text()
+    lines = [line for line in text.splitlines() if re.match(r"\| (plain|idml) \| (query|gallery)? ?\|", line)]
+    store = Store(RESULTS, "cub", regime_for("cub", name="full"))
+    shown = 0
+    for method in ("plain", "idml"):
+        row = store.rows.get(1, f"evaluate-multi_similarity-{method}-lr=0.0001-seed=0")
+        right = " | ".join(f"{100 * view['value']:.1f} %" for view in row["accuracy"].values())
+        assert f"| {method} | | right answers | {right} |" in lines
+        for score, views in row["uncertainty"].items():
+            cells = []
+            for view in row["accuracy"]:
+                low, high = views[view]["intervals"]["r_auroc"]
+                cells.append(f"{views[view]['r_auroc']:.2f} [{low:.2f}, {high:.2f}]")
+            found = [line for line in lines if f"| {method} |" in line and f"| {score} |" in line]
+            assert [line.replace(" *", "").split(" | ", 3)[3] for line in found] == [" | ".join(cells) + " |"]
+            shown += 1
+    assert shown == len(lines) - 2

@@ -218,7 +218,7 @@ class Gain:
     wanted: bool = True
     """False: the claim is that there is no gain."""
     own: bool = False
-    """Whether it is a question of ours among the paper's claims."""
+    """Whether it is our own question among the paper's claims."""
 
     def judge(self, found: Found) -> Verdict:
         """Decide by the interval of the paired difference in R@1."""

@@ -52,7 +52,7 @@ METRICS = ["σ", "Euclidean", "KL, one uncertain", "KL, both uncertain", "intros
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure whose SVG keeps its text as text."""
+    """Return an empty figure whose SVG keeps its text as text."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -64,7 +64,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def plot_table(what: str, table: Table, found: Found) -> "Figure | None":
-    """The drawing that suits a table: a trend, levels, a sweep, or the gains; None where nothing is there to draw."""
+    """Plot a table: a trend, levels, a sweep, or the gains; return None if there is nothing to draw."""
     if what == "trend":
         return _plot_trend(table, found)
     if what == "levels":
@@ -79,7 +79,7 @@ def _known(table: Table, found: Found) -> list[Course]:
 
 
 def _plot_gains(table: Table, found: Found) -> "Figure | None":
-    """The gain in R@1 of each arm over the better of raw features and plain, with its interval; the paper's beside."""
+    """Plot the gain in R@1 of each arm over the better of raw features and plain, and the paper's gain."""
     shown: list[tuple[str, Estimate, float | None]] = []
     for at in _known(table, found):
         rival = found.rival(at.arm.key) if at.arm.name != at.arm.against else None
@@ -106,7 +106,7 @@ def _plot_gains(table: Table, found: Found) -> "Figure | None":
 
 
 def _plot_sweep(table: Table, found: Found) -> "Figure | None":
-    """R@1 against what is varied, with the interval of its difference to plain; plain and raw features beside it."""
+    """Plot R@1 against what is varied, with the interval of its difference to plain; also plain and raw features."""
     assert table.sweep is not None
     symbol, values = table.sweep
     known = [(value, found.courses[arm.key]) for value, arm in zip(values, table.arms[-len(values) :], strict=True)]
@@ -131,7 +131,7 @@ def _plot_sweep(table: Table, found: Found) -> "Figure | None":
 
 
 def _plot_trend(table: Table, found: Found) -> "Figure | None":
-    """‖u‖ of clean and mixed images by epoch, a line for each seed."""
+    """Plot ‖u‖ of clean and mixed images by epoch, a line for each seed."""
     runs = [run for at in _known(table, found) for run in at.runs.values() if "level_mixed" in run.get("trend", {})]
     if not runs:
         return None
@@ -146,7 +146,7 @@ def _plot_trend(table: Table, found: Found) -> "Figure | None":
 
 
 def _plot_levels(table: Table, found: Found) -> "Figure | None":
-    """How ‖u‖ is distributed over clean and mixed test images: one panel for each arm that learned it, seed 0."""
+    """Plot the distribution of ‖u‖ of clean and mixed test images: one panel for each arm that learned it, seed 0."""
     shown = [at for at in _known(table, found) if 0 in at.runs and at.arm.name != "plain"]
     if not shown:
         return None
@@ -163,7 +163,7 @@ def _plot_levels(table: Table, found: Found) -> "Figure | None":
 
 
 def gradient_rows() -> list[list[float]]:
-    """x = r/τ, the share of the plain gradient that D and C' leave by the formulas, and by autograd.
+    """Return x = r/τ, and the share of the plain gradient that D and C' leave, by the formulas and by autograd.
 
     ∂D/∂s = ∂α/∂s · e^(−x)(1 + x) and ∂C'/∂s = ∂C/∂s · e^(−x)(1 + x/2).
     """
@@ -176,7 +176,7 @@ def gradient_rows() -> list[list[float]]:
 
 
 def _autograd(x: float, form: str) -> float:
-    """How long the gradient is on the sphere, in units of the plain metric's."""
+    """The length of the gradient on the sphere, in units of the plain metric's."""
     angle = 2 * torch.tensor(_ALPHA / 2, dtype=torch.float64).asin()
     lengths = []
     for rule in ("similar", "off"):
@@ -191,7 +191,7 @@ def _autograd(x: float, form: str) -> float:
 
 
 def gradient_figure() -> "Figure":
-    """The two shares against x."""
+    """Plot the two shares against x."""
     figure = new_figure(6, 3.2)
     axes = figure.subplots()
     x = torch.linspace(0, 8, 100)
@@ -206,7 +206,7 @@ def gradient_figure() -> "Figure":
 
 
 def metric_rows() -> list[list[float]]:
-    """An uncertainty, and what two images at α = 1 then measure: Euclidean, KL with one and with both uncertain, D.
+    """Return an uncertainty, and distances of two images at α = 1: Euclidean, KL with one and with both uncertain, D.
 
     The uncertainty is σ in each of 8 dimensions, ‖u‖ = σ·√8; the certain image has the smallest σ.
     """
@@ -225,7 +225,7 @@ def metric_rows() -> list[list[float]]:
 
 
 def metric_figure() -> "Figure":
-    """The three metrics against the uncertainty, on a logarithmic scale."""
+    """Plot the three metrics against the uncertainty, on a logarithmic scale."""
     figure = new_figure(6, 3.2)
     axes = figure.subplots()
     rows = torch.tensor(metric_rows())
@@ -258,7 +258,7 @@ def measure_step(config: TrainConfig, run: Path, dataset: Dataset, _: object, __
 
 
 def take_one_step(model: Model, config: TrainConfig, images: ImageSet) -> dict[str, Any]:
-    """α of the ambiguous image to its positive before and after a step of each loss, and a map of the batch."""
+    """Return α of the ambiguous image to its positive before and after a step of each loss, and a map of the batch."""
     pixels = load_pixels(images, resized_side(model.trunk.image_size))
     usable = pixels.usable
     batch = class_batches(images.labels[usable], config.batch_size, config.per_class, seed=0, epoch=0)[0]
@@ -320,7 +320,7 @@ def _map(embeddings: list[Embeddings]) -> list[list[list[float]]]:
 
 
 def step_sentence(found: dict[str, Any]) -> str:
-    """What the step did to the pair."""
+    """Say what the step did to the pair."""
     d = found["distances"]
     return (
         f"distance of the ambiguous image to its positive: {d['before']:.4f}; after a plain step {d['plain']:.4f}, "
@@ -330,7 +330,7 @@ def step_sentence(found: dict[str, Any]) -> str:
 
 
 def step_figure(found: dict[str, Any]) -> "Figure":
-    """The batch before and after either step, the ambiguous image joined to its positive, and their distance."""
+    """Plot the batch before and after either step, a line from the ambiguous image to its positive, and α."""
     figure = new_figure(10.5, 3)
     pair = [found["ambiguous"], found["positive"]]
     titles = ("before", "after a plain step", "after an introspective step")

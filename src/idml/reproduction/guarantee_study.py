@@ -115,7 +115,7 @@ def _trial(pool: QueryPool, share: float, number: int) -> OpenSetQueries:
 
 
 def draw_sample(trial: OpenSetQueries, sample: str, generator: torch.Generator) -> Tensor:
-    """A calibration sample, with replacement: half as many queries as there are, or half as many classes."""
+    """Draw a calibration sample with replacement: half as many queries as there are, or half as many classes."""
     if sample == "image":
         return torch.randint(len(trial), (len(trial) // 2,), generator=generator)
     order = trial.labels.argsort(stable=True)
@@ -125,7 +125,7 @@ def draw_sample(trial: OpenSetQueries, sample: str, generator: torch.Generator) 
 
 
 def count_outcomes(found: Calibration, trial: OpenSetQueries, rows: Tensor) -> dict[str, dict[str, float]]:
-    """What a calibration on the queries ``rows`` does, for each target error rate.
+    """Count what a calibration on the queries ``rows`` does, for each target error rate.
 
     ``guaranteed``: 1 or 0; ``answered``: the share of all queries; ``error``: the true error rate (0 if nothing is
     answered); ``violated``: it is above the target; of the fresh queries how many are answered, answered wrong, and
@@ -176,7 +176,7 @@ def guarantee_tables(rows: list[Row]) -> list[StudyTable]:
 
 
 def guarantee_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A row for each gallery, share of unknown queries and target error rate, samples by image and by class beside it.
+    """Return a row for each gallery, share of unknown queries and target, with samples by image and by class.
 
     "Violated" has its 95 % interval (Clopper–Pearson); it is starred where that lies above δ.
     """
@@ -211,7 +211,7 @@ def _violations(total: dict[str, float], rounds: int) -> list[str]:
 
 
 def against_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """P and the best single score of each gallery, share and seed: means over the draws; flagged where P is below it.
+    """Return P and the best single score of each gallery, share and seed: means over the draws.
 
     The best single score is that of each draw, chosen with hindsight by the figures that it is then compared by.
     """
@@ -236,7 +236,7 @@ def against_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def score_table(results: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """R-AUROC, AUGRC and what tells unknown queries, for P, the mixes and every single score."""
+    """Return R-AUROC, AUGRC and the AUROC for unknown queries of P, the blends and every single score."""
     rows = []
     for gallery, share, group in _groups(results):
         drawn = [draw["scores"] for result in group for draw in result["scores"][gallery]]

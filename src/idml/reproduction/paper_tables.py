@@ -162,7 +162,7 @@ def _levels(arms: Arms) -> Table:
 
 
 def _as_many_images(loss: str, name: str) -> Gain:
-    """Whether what IDML gains is more than plain training gains by as many images."""
+    """The claim that IDML gains more than plain training gains from as many images."""
     return Gain(f"IDML is above plain with as many images, {name}", (loss, "idml"), (loss, TWICE), own=True)
 
 
@@ -183,7 +183,7 @@ def _noise(arms: Arms) -> Table:
 
 
 def _beta(arms: Arms) -> Table:
-    """Vectors added before the norm is taken, or norms added."""
+    """β of a pair: the norm of the sum of both u, or the sum of both norms."""
     rows: list[Arm] = []
     claims: list[Claim] = []
     for loss in (_MS, _MDW):  # against proxies without u the two are the same
@@ -220,13 +220,13 @@ def _teach_u(arms: Arms) -> Table:
 
 
 def _taught(arms: Arms, signal: str) -> dict[str, Any]:
-    """Options of a u that a signal teaches; the signal may not pull at the trunk."""
+    """Options of a u that a signal teaches; the gradient of the signal does not reach the trunk."""
     apart: dict[str, Any] = {} if arms.regime.name == "frozen" else {"detach": True}
     return {"teach_u": signal, "u_hidden": _HIDDEN, **apart}
 
 
 def _settings_table(arms: Arms) -> Table:
-    """Ways to use the metric beside the paper's, each of which takes away one reason for which it may not help."""
+    """Other ways to use the metric; each removes one reason why it may not help."""
     rows: list[Arm] = []
     claims: list[Claim] = []
     for loss in FOUND:
@@ -257,7 +257,7 @@ def _settings(arms: Arms, loss: str) -> list[Arm]:
 
 
 def _fit(arms: Arms) -> Table:
-    """Thresholds that fit the scale of D and C' under the data set's γ, for the losses that γ = 3 costs most."""
+    """Thresholds that fit the scale of D and C' under the data set's γ, for the losses that lose most with γ = 3."""
     rows: list[Arm] = []
     claims: list[Claim] = []
     for loss in ("triplet_semihard", _MDW, _PA):
@@ -282,7 +282,7 @@ def _found_table(arms: Arms) -> Table:
 
 
 def _margins(arms: Arms) -> Table:
-    """Whether what a constant u gives contrastive is more than other margins give it."""
+    """Does a constant u give contrastive more than other margins do?"""
     loss = "contrastive"
     own, rows = _found(arms, loss), []
     for pull, push in (

@@ -191,7 +191,7 @@ def measure_raw_audit(config: TrainConfig, dataset: Dataset, seed: int) -> dict[
 
 
 def planted_figures(embeddings: Embeddings, features: Tensor, labels: Tensor, seed: int) -> dict[str, Any]:
-    """The figures of every score for both kinds of planted labels."""
+    """Return the figures of every score for both kinds of planted labels."""
     figures: dict[str, Any] = {}
     for kind in KINDS:
         given = plant(labels, seed, features if kind == "similar" else None)
@@ -208,7 +208,7 @@ def planted_figures(embeddings: Embeddings, features: Tensor, labels: Tensor, se
 
 
 def plant(labels: Tensor, seed: int, features: Tensor | None = None) -> Tensor:
-    """The labels with 5 % of them wrong: any other class, or with ``features`` one of the three most similar ones."""
+    """Return the labels with 5 % of them wrong: any other class, or with ``features`` one of the three most similar."""
     count, classes = round(SHARE * len(labels)), int(labels.max()) + 1
     stream = random_stream("wrong labels", seed, int(features is not None))
     rows = torch.randperm(len(labels), generator=stream)[:count]
@@ -224,7 +224,7 @@ def plant(labels: Tensor, seed: int, features: Tensor | None = None) -> Tensor:
 
 
 def ranking_figures(score: Tensor, wanted: Tensor) -> dict[str, float]:
-    """How early a ranking by falling score meets the ``wanted`` images, n of them; equal scores come in any order.
+    """Measure how early a ranking by falling score finds the n ``wanted`` images; equal scores come in any order.
 
     ``at_n``: share of the n found among the first n, which is precision and recall there; ``at_2n``: recall among the
     first 2n; ``ap``: average precision, equal scores taken together.
@@ -247,7 +247,7 @@ def ranking_figures(score: Tensor, wanted: Tensor) -> dict[str, float]:
 
 
 def ambiguity_figures(embeddings: Embeddings, labels: Tensor, known: Tensor) -> dict[str, Any]:
-    """How well each score tells the images that are known to be ambiguous."""
+    """Measure how well each score finds the images that are known to be ambiguous."""
     scores = {
         "shared surroundings": score_ambiguity(labels, nearest(embeddings, 10)).score,
         "entropy": neighbour_scores(embeddings, labels).scores["entropy"],
