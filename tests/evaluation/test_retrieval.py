@@ -19,7 +19,7 @@ from idml.data.pixel_cache import load_pixels
 from idml.evaluation import distance_bounds as pairs
 from idml.evaluation import evaluate_retrieval, retrieval
 from idml.evaluation import knn as neighbours
-from idml.evaluation.retrieval import cluster_rows, normalized_mutual_information
+from idml.evaluation.retrieval import class_sums, cluster_rows, normalized_mutual_information
 from idml.model import build_model
 from idml.model.feature_cache import view_features
 
@@ -79,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_loops(name):
+def test_figures_are_those_of_loops(name):
     x, labels = CASES[name]
     found = evaluate_retrieval(x, labels)
     assert found == pytest.approx(expected(x, labels.tolist()), abs=1e-12)
@@ -87,7 +87,7 @@ def test_equals_loops(name):
 
 
 @pytest.mark.parametrize(("n", "classes"), [(300, 12), (500, 3), (400, 150)])
-def test_equals_pytorch_metric_learning(n, classes):
+def test_figures_are_those_of_pytorch_metric_learning(n, classes):
     x, labels = made(n, classes, d=16, seed=classes)
     names = ("precision_at_1", "r_precision", "mean_average_precision_at_r")
     knn = CustomKNN(LpDistance(normalize_embeddings=False))
@@ -102,7 +102,7 @@ def test_equals_pytorch_metric_learning(n, classes):
         assert ours[mine] == pytest.approx(theirs[name], abs=1e-6)
 
 
-def test_equals_the_peers_on_real_images(tmp_path, monkeypatch):
+def test_figures_on_real_images_are_those_of_other_libraries(tmp_path, monkeypatch):
     """Features of the pretrained trunk, of photographs: birds, 20 classes, sixty images or so of each."""
     tar = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "cub_200_2011_256px.tar"
     if not tar.exists():
@@ -163,7 +163,7 @@ def test_introspective_metric_at_test_time(gamma):
     assert found == pytest.approx(wanted, abs=1e-12)
 
 
-def test_embeddings_go_by_their_unit_part():
+def test_embeddings_are_compared_by_their_unit_part():
     x, labels = made(60, 6)
     e = Embeddings(x, torch.zeros(60, 0))
     assert evaluate_retrieval(e, labels, nmi=True) == evaluate_retrieval(e.unit, labels, nmi=True)
@@ -183,7 +183,7 @@ def test_labels_of_any_kind():
 
 
 @pytest.mark.parametrize("size", [1, 37, 4096])
-def test_chunk_sizes_change_nothing(monkeypatch, size):
+def test_chunk_sizes_do_not_change_the_figures(monkeypatch, size):
     x, labels = CASES["duplicates across classes"]
     e = Embeddings(x, 0.1 * x)
     wanted = [evaluate_retrieval(e, labels, metric=m) for m in (None, IntrospectiveMetric())]
@@ -200,7 +200,7 @@ def test_nmi_of_given_clusters_equals_scikit_learn(groups):
     assert normalized_mutual_information(a, a + 3) == pytest.approx(1.0)
 
 
-def test_nmi_finds_separate_classes_and_is_reproducible():
+def test_nmi_of_separate_classes_is_1_and_reproducible():
     labels = torch.arange(200) % 4
     x = 20 * torch.eye(4)[labels] + 0.1 * torch.randn(200, 4)
     first = evaluate_retrieval(x, labels, nmi=True)
@@ -245,13 +245,46 @@ X, Y = torch.randn(6, 3), [0, 0, 1, 1, 2, 2]
         ({"metric": IntrospectiveMetric(rule="strict")}, "rules that do: 'similar', 'off'"),
     ],
 )
-def test_bad_input_is_one_line(arguments, message):
+def test_bad_input_gives_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         evaluate_retrieval(**({"embeddings": X, "labels": Y} | arguments))
     assert "\n" not in str(error.value)
 
 
-def test_import_leaves_the_clustering_libraries_alone():
+def test_import_does_not_load_the_clustering_libraries():
     code = "import sys, idml.evaluation; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"sklearn", "faiss", "scipy", "timm"} & set(loaded)
+
+
+@pytest.mark.parametrize("metric", [None, IntrospectiveMetric(2.0, 0.5)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_sums_of_classes_are_those_of_explicit_loops(metric, apart):
+    torch.manual_seed(0)
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 5])  # 2 and 5 are alone, 4 is empty
+    e = Embeddings(torch.randn(11, 4).double(), torch.rand(11, 3).double())
+    known, theirs, other = {}, labels, e
+    if apart:
+        theirs = torch.tensor([0, 1, 3, 3, 0, 0, 2, 4])
+        other = Embeddings(torch.randn(8, 4).double(), torch.rand(8, 3).double())
+        known = {"gallery": other, "gallery_labels": theirs}
+    found = class_sums(e, labels, **known, metric=metric)
+    distances = (metric or IntrospectiveMetric(rule="off")).distances(e, other)
+    for c in range(6):
+        queries = hits = precision = average = 0
+        for i in (labels == c).nonzero().flatten().tolist():
+            order = [j for j in distances[i].argsort().tolist() if apart or j != i]
+            r = sum(int(theirs[j]) == c for j in order)
+            if r == 0:
+                continue
+            right = [int(theirs[j]) == c for j in order]
+            queries += 1
+            hits += right[0]
+            precision += sum(right[:r]) / r
+            average += sum(sum(right[: p + 1]) / (p + 1) for p in range(r) if right[p]) / r
+        assert int(found.queries[c]) == queries
+        assert found.sums[:, c].tolist() == pytest.approx([hits, precision, average])
+    whole = evaluate_retrieval(e, labels, **known, metric=metric, recall_at=(1,))
+    assert found.figures == pytest.approx({key: whole[key] for key in ("recall@1", "r_precision", "map@r")})
+    assert float(found.correct.double().mean()) == pytest.approx(whole["recall@1"])
+    assert len(found.rows) == whole["queries"]

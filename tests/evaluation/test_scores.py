@@ -7,12 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
 
 from idml import Embeddings, IntrospectiveMetric
 from idml.evaluation import (
     GALLERY_AWARE,
     QUERY_ONLY,
+    ErrorPredictor,
     evaluate_retrieval,
+    evaluate_uncertainty,
     neighbour_scores,
     scores,
 )
@@ -110,7 +113,7 @@ def test_queries_against_a_gallery(name):
 
 
 @pytest.mark.parametrize("metric", [None, IntrospectiveMetric(rule="off"), IntrospectiveMetric(gamma=1.0)])
-def test_embeddings_go_by_their_unit_part_or_the_metric(metric):
+def test_embeddings_are_compared_by_their_unit_part_or_the_metric(metric):
     x, labels = made(60, 5, noise=0.3)
     e = Embeddings(x, 0.5 * torch.randn(60, 4))
     distances = (metric or IntrospectiveMetric(rule="off")).distances(e.to(torch.float64)).tolist()
@@ -140,7 +143,7 @@ def test_labels_may_be_strings_and_numbers_in_half_precision():
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (50, 40, 30)])
-def test_chunk_sizes_change_nothing(monkeypatch, sizes):
+def test_chunk_sizes_do_not_change_the_scores(monkeypatch, sizes):
     x, labels = CASES["classes far apart"]
     wanted = neighbour_scores(x, labels, k=2)
     for room, name, size in zip((neighbours, neighbours, scores), ("_CHUNK", "_LIST", "_LISTED"), sizes, strict=True):
@@ -151,7 +154,7 @@ def test_chunk_sizes_change_nothing(monkeypatch, sizes):
         assert torch.equal(found.scores[name], wanted.scores[name]), name
 
 
-def test_margin_is_exact_however_deep_and_never_lists_all_pairs(monkeypatch):
+def test_the_margin_is_exact_at_any_depth_without_listing_all_pairs(monkeypatch):
     n = 600
     x, labels = torch.arange(float(n)).unsqueeze(1), torch.arange(n) // 200
     listed = []
@@ -207,13 +210,13 @@ X, Y = torch.randn(6, 3), [0, 0, 1, 1, 2, 2]
         ({"k": 0}, "k must be a whole number above 0"),
     ],
 )
-def test_bad_input_is_one_line(arguments, message):
+def test_bad_input_gives_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         neighbour_scores(**({"embeddings": X, "labels": Y} | arguments))
     assert "\n" not in str(error.value)
 
 
-def test_every_score_has_one_group():
+def test_every_score_belongs_to_one_group():
     assert not set(QUERY_ONLY) & set(GALLERY_AWARE)
     assert QUERY_ONLY[0] == "level"
 
@@ -257,3 +260,56 @@ def test_vote_disagreement_is_that_of_explicit_loops():
     assert len(set(wanted)) > 1
     assert vote_disagreement(votes).tolist() == pytest.approx(wanted)
     assert vote_disagreement(votes[:1].expand(3, 40)).tolist() == [0.0] * 40
+
+
+def predictable_errors(n, d, seed):
+    """Errors that depend on the product of two hidden causes, so that no linear rule finds them; odd scales."""
+    g = torch.Generator().manual_seed(seed)
+    causes = torch.randn(n, 4, generator=g)
+    wrong = causes[:, 0] * causes[:, 1] + 0.3 * torch.randn(n, generator=g) > 0.3
+    mixed = causes @ torch.randn(4, d, generator=torch.Generator().manual_seed(0))
+    return 1000 + 50 * mixed * torch.logspace(-3, 3, d), wrong
+
+
+def test_the_error_predictor_predicts_errors_of_new_images():
+    features, wrong = predictable_errors(4000, 64, 0)
+    predictor = ErrorPredictor().fit(features, wrong)
+    new, new_wrong = predictable_errors(1000, 64, 1)
+    found = predictor.scores(new)
+    assert found.shape == (1000,)
+    assert roc_auc_score(new_wrong, found) > 0.8
+    assert evaluate_uncertainty(found, ~new_wrong)["r_auroc"] == pytest.approx(roc_auc_score(new_wrong, found))
+
+
+def test_the_error_predictor_depends_on_its_seed_only():
+    features, wrong = predictable_errors(300, 5, 0)
+    before = torch.random.get_rng_state()
+    with torch.no_grad():
+        one, two, other = (ErrorPredictor(seed=s).fit(features, wrong).scores(features) for s in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    shifted = ErrorPredictor().fit(3 * features.double() - 5, wrong).scores(3 * features.double() - 5)
+    torch.testing.assert_close(shifted, one, atol=0.05, rtol=0.05)  # it standardises
+    constant = torch.cat([features, torch.full((300, 1), 0.1)], dim=1)
+    fitted = ErrorPredictor().fit(constant, wrong)
+    close = constant + torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.01])
+    torch.testing.assert_close(fitted.scores(close), fitted.scores(constant), atol=0.1, rtol=0.1)
+    half = (features / 1000).half()
+    assert torch.isfinite(ErrorPredictor().fit(half, wrong).scores(half)).all()
+
+
+def test_the_error_predictor_refuses_bad_input():
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="fit the error predictor"):
+        ErrorPredictor().scores(x)
+    with pytest.raises(ValueError, match=r"bool mask \[4\], got torch.bool \[3\]"):
+        ErrorPredictor().fit(x, torch.tensor([True, False, True]))
+    with pytest.raises(ValueError, match=r"bool mask \[4\], got torch.int64"):
+        ErrorPredictor().fit(x, torch.tensor([1, 0, 1, 0]))
+    for wrong in (torch.ones(4), torch.zeros(4)):
+        with pytest.raises(ValueError, match="both right and wrong"):
+            ErrorPredictor().fit(x, wrong.bool())
+    fitted = ErrorPredictor().fit(x, torch.tensor([True, False, True, False]))
+    with pytest.raises(ValueError, match="fit on 3 features, got 2"):
+        fitted.scores(x[:, :2])

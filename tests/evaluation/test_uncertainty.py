@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from idml.evaluation import evaluate_uncertainty
-from idml.evaluation.uncertainty import auroc, bootstrap_interval, paired_rise, risk_coverage
+from idml.evaluation.uncertainty import auroc, paired_rise, risk_coverage
 
 PAIRS = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=40)
 FEW = st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6)
@@ -59,7 +59,7 @@ def test_auroc_is_the_one_of_scikit_learn(pairs):
         (torch.zeros(3), torch.tensor([True, False]), r"\[3\] and \[2\]"),
     ],
 )
-def test_bad_input(scores, positive, words):
+def test_bad_input_of_auroc_is_refused(scores, positive, words):
     with pytest.raises(ValueError, match=words):
         auroc(scores, positive)
 
@@ -130,13 +130,13 @@ def test_a_constant_score_is_chance():
     assert found["augrc"] == pytest.approx(0.25 * 41 / 80)
 
 
-def test_all_right_or_all_wrong():
+def test_answers_that_are_all_right_or_all_wrong():
     assert evaluate_uncertainty([1.0, 2.0], [True, True]) == {"r_auroc": None, "aurc": 0.0, "augrc": 0.0}
     assert evaluate_uncertainty([1.0, 2.0], [False, False]) == {"r_auroc": None, "aurc": 1.0, "augrc": 0.75}
     assert evaluate_uncertainty([5.0], [False]) == {"r_auroc": None, "aurc": 1.0, "augrc": 1.0}
 
 
-def test_input_of_any_kind():
+def test_lists_arrays_and_tensors():
     scores, correct = torch.randn(50).half(), torch.rand(50) > 0.4
     wanted = evaluate_uncertainty(scores, correct)
     kinds = (scores.float(), scores.double(), scores.numpy(), scores.tolist(), tuple(scores.tolist()))
@@ -153,7 +153,7 @@ def test_input_of_any_kind():
     assert evaluate_uncertainty([-math.inf, 0.0, math.inf], [True, True, False])["r_auroc"] == 1.0
 
 
-def test_a_large_input_is_fast_and_right():
+def test_a_large_input():
     n = 200_000
     scores, correct = torch.randint(500, (n,)), torch.rand(n) > 0.3
     found = evaluate_uncertainty(scores, correct)
@@ -179,7 +179,7 @@ def test_a_large_input_is_fast_and_right():
         ([0.0, None], [True, False], "scores must be numbers"),
     ],
 )
-def test_bad_input_is_one_line(function, scores, correct, words):
+def test_bad_input_gives_one_line(function, scores, correct, words):
     with pytest.raises(ValueError, match=words) as error:
         function(scores, correct)
     assert "\n" not in str(error.value)
@@ -194,64 +194,6 @@ def test_risk_coverage_is_that_of_thresholds(pairs):
         wanted.append((len(answered) / len(pairs), 1 - sum(answered) / len(answered)))
     assert torch.stack([coverage, risk], dim=1).tolist() == [pytest.approx(row) for row in wanted]
     assert coverage[-1] == 1
-
-
-def test_bootstrap_covers_the_truth_as_often_as_it_says():
-    inside = 0
-    for trial in range(200):
-        sample = torch.rand(100, generator=torch.Generator().manual_seed(trial)) < 0.3
-        low, high = bootstrap_interval(share, sample, level=0.8, rounds=200, seed=trial)
-        inside += low <= 0.3 <= high
-    assert 0.7 < inside / 200 < 0.9
-
-
-def share(x):
-    return float(x.double().mean())
-
-
-def test_bootstrap_is_the_percentiles_of_resamples():
-    scores, correct = torch.randn(60), torch.rand(60) > 0.4
-
-    def figure(s, c):
-        return evaluate_uncertainty(s, c)["r_auroc"]
-
-    low, high = bootstrap_interval(figure, scores, correct, level=0.9, rounds=150, seed=3)
-    g = torch.Generator().manual_seed(3)
-    values = []
-    for _ in range(150):
-        rows = [int(i) for i in torch.randint(60, (60,), generator=g)]
-        values.append(roc_auc_score([not correct[i] for i in rows], [float(scores[i]) for i in rows]))
-    assert (low, high) == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])))
-    assert (low, high) == bootstrap_interval(figure, scores.numpy(), correct.tolist(), level=0.9, rounds=150, seed=3)
-    assert (low, high) != bootstrap_interval(figure, scores, correct, level=0.9, rounds=150, seed=4)
-    assert low < figure(scores, correct) < high
-
-
-def test_bootstrap_pairs_its_arrays_and_leaves_undefined_rounds_out():
-    x = torch.randn(30, 2)
-    assert bootstrap_interval(lambda a, b: share(a - b), x, x + 1) == pytest.approx((-1.0, -1.0))
-
-    def figure(s, c):
-        return evaluate_uncertainty(s, c)["r_auroc"]
-
-    assert bootstrap_interval(figure, [1.0, 2.0, 3.0], [True, True, False]) == (1.0, 1.0)
-    with pytest.raises(ValueError, match="not defined in any of 10 rounds"):
-        bootstrap_interval(figure, [1.0, 2.0], [True, True], rounds=10)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "options", "words"),
-    [
-        ((), {}, r"got lengths \[\]"),
-        (([],), {}, r"got lengths \[0\]"),
-        (([1.0], [1.0, 2.0]), {}, r"got lengths \[1, 2\]"),
-        (([1.0],), {"level": 95}, "between 0 and 1, got 95"),
-        (([1.0],), {"rounds": 0}, "rounds must be 1 or more, got 0"),
-    ],
-)
-def test_bad_bootstrap_is_one_line(arrays, options, words):
-    with pytest.raises(ValueError, match=words):
-        bootstrap_interval(share, *arrays, **options)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
@@ -270,6 +212,6 @@ def test_paired_rise_counts_pairs(pairs):
         ([1.0, 2.0], [1.0, math.nan], r"1 of 2 scores after are NaN \(first: number 1\)"),
     ],
 )
-def test_bad_pairs_are_one_line(before, after, words):
+def test_bad_pairs_give_one_line(before, after, words):
     with pytest.raises(ValueError, match=words):
         paired_rise(before, after)

@@ -24,7 +24,7 @@ from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings
-from idml.evaluation.evaluate import Counted, load_model_pixels
+from idml.evaluation.evaluate import ImageCounter, load_model_pixels
 from idml.files import write_atomic
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import features_of, view_features
@@ -131,7 +131,9 @@ def _load_model(run: str | Path) -> tuple[Model, str]:
     return model, name
 
 
-def _prepare_input(model: Model, raw: bool, images: AuditImages, parts: list[Pixels], counted: Counted) -> AuditInput:
+def _prepare_input(
+    model: Model, raw: bool, images: AuditImages, parts: list[Pixels], counted: ImageCounter
+) -> AuditInput:
     """Embed all readable images and hash their pixels; ``raw``: use the features of the trunk, without u."""
     numbers, embeddings, checksums, sketches, start = [], [], [], [], 0
     for pixels in parts:

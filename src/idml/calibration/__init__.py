@@ -1,1 +1,1 @@
-"""What an answer rests on, how likely it is right, and what may be promised of it."""
+"""Calibration: the evidence of an answer, the probability that it is right, and guarantees on error rates."""

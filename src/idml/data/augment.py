@@ -351,6 +351,7 @@ _STRENGTHS: dict[Kind, tuple[float, ...]] = {
     "occlusion": (0.1, 0.25, 0.5),
 }
 GRADED = tuple(View(kind, strength) for kind, strengths in _STRENGTHS.items() for strength in strengths)
+MIDDLE = GRADED[1::3]  # the middle one of the three strengths of each kind
 
 
 _HARDEST = {"blur": 0.04, "low_resolution": 0.875, "mixed": 0.5}  # as strong as the strongest views

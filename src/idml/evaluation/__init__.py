@@ -1,11 +1,10 @@
-"""How good a model is: exact neighbours, retrieval and clustering figures, the worth of an uncertainty score."""
+"""Evaluation of a model: exact neighbours, retrieval and clustering figures, quality of uncertainty scores."""
 
 from idml.evaluation.knn import Neighbours, nearest
 from idml.evaluation.retrieval import evaluate_retrieval
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY, ErrorPredictor, NeighbourScores, neighbour_scores
 from idml.evaluation.uncertainty import (
     auroc,
-    bootstrap_interval,
     evaluate_uncertainty,
     paired_rise,
     risk_coverage,
@@ -18,7 +17,6 @@ __all__ = [
     "NeighbourScores",
     "Neighbours",
     "auroc",
-    "bootstrap_interval",
     "evaluate_retrieval",
     "evaluate_uncertainty",
     "nearest",

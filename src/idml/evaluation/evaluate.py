@@ -1,4 +1,7 @@
-"""`idml evaluate`: everything that is measured of a run on a data set's test classes, kept by what it depends on."""
+"""`idml evaluate`: measure a run on the test classes of a data set.
+
+`evaluate_run` stores its result under a hash of everything that it depends on, so a second call only reads it.
+"""
 
 import hashlib
 import json
@@ -12,17 +15,20 @@ import torch
 import yaml
 from torch import Tensor
 
-from idml.data.augment import GRADED, MIXED, View, other_class
+from idml.data.augment import GRADED, MIDDLE, MIXED, View, other_class
 from idml.data.datasets import Dataset, ImageSet, load_dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.embeddings import Embeddings
 from idml.errors import unknown_name
 from idml.evaluation.knn import nearest
+from idml.evaluation.report import build_report, describe_best_scores, summarise_views
 from idml.evaluation.retrieval import evaluate_retrieval
 from idml.evaluation.scores import (
     ErrorPredictor,
+    MeasuredQueries,
     NeighbourScores,
+    ViewScores,
     inverse_norm,
     neighbour_scores,
     random_norm,
@@ -36,8 +42,11 @@ from idml.model import Model, fingerprint, load_model
 from idml.model.feature_cache import CLEAN, embed_view, view_features
 from idml.progress import Count, Note, Progress, image_counter, silent
 
-VERSION = 1  # goes up when a figure comes to mean something else: older results are then made again
+VERSION = 1  # raise it if the meaning of a figure changes: stored results are then computed again
 METRICS = ("euclidean", "introspective")
+
+ImageCounter = Callable[[str], Count]
+"""Returns a ``Count`` for what is done to images, for instance "decoded"."""
 
 
 def evaluate_run(
@@ -52,21 +61,21 @@ def evaluate_run(
     progress: Progress = silent,
     note: Note = silent,
 ) -> dict[str, Any]:
-    """Retrieval, clustering and uncertainty figures of the model in ``run`` on the test classes of ``data``.
+    """Measure retrieval, clustering and uncertainty of the model in ``run`` on the test classes of ``data``.
 
     Args:
         run: a run directory.
         data: a SPEC as in `idml.data.datasets.load_dataset`, and ``split`` likewise.
-        metric: what compares images in the test: "euclidean" on s, or "introspective" with the run's τ and γ.
+        metric: the distance at test time: "euclidean" on s, or "introspective" with the run's τ and γ.
         split: which classes train and which test.
         ensemble: further runs that vote with this one.
         graded: three strengths of every degradation instead of the middle one.
         out: where report.html goes; by default ``run``/evaluation.
         progress: called with rows of how many images are done.
-        note: called with lines that a person should see.
+        note: called with lines for the user.
 
-    The result is kept in ``run``/evaluation under a hash of the models, the images, the metric and the views; a second
-    call reads it. docs/evaluation.md says what it holds.
+    The result is stored in ``run``/evaluation under a hash of the models, the images, the metric and the views. A
+    second call reads it. docs/evaluation.md describes it.
     """
     runs = [Path(path) for path in (run, *ensemble)]
     if metric not in METRICS:
@@ -74,26 +83,27 @@ def evaluate_run(
     models = [fingerprint(path) for path in runs]
     options = [read_run_options(path) for path in runs]
     metrics = [
-        _metric(path, told) if metric == "introspective" else None for path, told in zip(runs, options, strict=True)
+        _read_metric(path, trained) if metric == "introspective" else None
+        for path, trained in zip(runs, options, strict=True)
     ]
     dataset = load_dataset(data, split=split)
     views = GRADED if graded else MIDDLE
     if len(dataset.test.labels.unique()) > 1:  # images of a single class have nothing to be mixed with
         views = (MIXED, *views)
-    told = {name: options[0].get(name) for name in ("method", "introspection", "rule", "split")}
+    trained = {name: options[0].get(name) for name in ("method", "introspection", "rule", "split")}
     sets = [None if images is None else images.version for images in (dataset.train, dataset.test, dataset.gallery)]
-    parts = (VERSION, models, sets, split, metrics, told, views)
+    parts = (VERSION, models, sets, split, metrics, trained, views)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     folder = runs[0] / "evaluation"
-    place = folder if out is None else Path(out)
-    result = _read(folder, key)
+    report_folder = folder if out is None else Path(out)
+    result = _read_stored(folder, key)
     if result is None:
         head: dict[str, Any] = {"data": dataset.name, "split": split, "metric": metric, "key": key}
         if metrics[0] is not None:
             head |= {"tau": metrics[0].tau, "gamma": metrics[0].gamma}
-        head["model"] = {"fingerprint": models[0], "method": told["method"]}
-        head["notes"] = [*dataset.notes, *_warnings(told, split, metric)]
+        head["model"] = {"fingerprint": models[0], "method": trained["method"]}
+        head["notes"] = [*dataset.notes, *_warn(trained, split, metric)]
         result, page = _evaluate(runs, dataset, metrics, views, head, progress, note)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / f"{key}.html", page)
@@ -101,9 +111,9 @@ def evaluate_run(
     else:
         for line in result["notes"]:
             note(line)
-    place.mkdir(parents=True, exist_ok=True)
-    write_atomic(place / "report.html", (folder / f"{key}.html").read_bytes())
-    return {**result, "report": str(place / "report.html")}
+    report_folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(report_folder / "report.html", (folder / f"{key}.html").read_bytes())
+    return {**result, "report": str(report_folder / "report.html")}
 
 
 def _evaluate(
@@ -115,29 +125,27 @@ def _evaluate(
     progress: Progress,
     note: Note,
 ) -> tuple[dict[str, Any], bytes]:
-    """The result, which begins with ``head``, and its page."""
-    from idml.evaluation.report import build_report, figures, verdicts
-
+    """Compute the result, which begins with ``head``, and its page."""
     notes: list[str] = head["notes"]
     for line in notes:
         note(line)
 
     def keep(line: str) -> None:
-        if line not in notes:  # the models of an ensemble may all complain about one image
+        if line not in notes:  # several models of an ensemble may report the same image
             notes.append(line)
             note(line)
 
-    counted = partial(image_counter, progress)
-
+    count_images = partial(image_counter, progress)
     loaded = [
-        EvaluatedModel.load(path, dataset, metric, counted, keep) for path, metric in zip(runs, metrics, strict=True)
+        EvaluatedModel.load(path, dataset, metric, count_images, keep)
+        for path, metric in zip(runs, metrics, strict=True)
     ]
     candidate, config = loaded[0], loaded[0].model.config
-    train = load_model_pixels(candidate.model, dataset.train, counted, keep)
-    measured = measure(candidate, views, loaded[1:], fit_error_predictor(candidate, train, keep))
+    train = load_model_pixels(candidate.model, dataset.train, count_images, keep)
+    measured = measure_queries(candidate, views, loaded[1:], fit_error_predictor(candidate, train, keep))
     n = len(measured.rows)
     if candidate.metric is not None:
-        keep("NMI is not defined with the introspective metric: k-means goes by Euclidean distances")
+        keep("NMI is not defined with the introspective metric: k-means uses Euclidean distances")
     result: dict[str, Any] = {
         **head,
         "model": {"trunk": config.trunk, "embedding_dim": config.embedding_dim, **head["model"]},
@@ -145,14 +153,16 @@ def _evaluate(
         **measured.retrieval,
         "classes": len(measured.labels.unique()),
         "own_score": "sigma" if config.uncertainty == "gaussian" else "level",
-        **figures(measured, lambda done, total: counted("resampled")(done * n, total * n)),
+        **summarise_views(
+            measured.views, measured.labels, lambda done, total: count_images("resampled")(done * n, total * n)
+        ),
     }
-    result["verdict"] = verdicts(result)
-    return result, build_report(result, measured, candidate, note)
+    result["verdict"] = describe_best_scores(result)
+    return result, build_report(result, measured, candidate.queries, candidate.gallery or candidate.queries, note)
 
 
 def read_run_options(run: Path) -> dict[str, Any]:
-    """What the run was trained with, if it says so."""
+    """Read the options that the run was trained with; empty if it has no config.yaml."""
     path = run / "config.yaml"
     try:
         options = yaml.safe_load(path.read_text())
@@ -165,34 +175,36 @@ def read_run_options(run: Path) -> dict[str, Any]:
     return options
 
 
-def _metric(run: Path, options: dict[str, Any]) -> IntrospectiveMetric:
+def _read_metric(run: Path, options: dict[str, Any]) -> IntrospectiveMetric:
     if "tau" not in options or "gamma" not in options:
-        raise ValueError(f"{run / 'config.yaml'} names no tau and gamma, which the introspective metric needs")
+        raise ValueError(f"{run / 'config.yaml'} has no tau and gamma, which the introspective metric needs")
     return IntrospectiveMetric(options["tau"], options["gamma"])
 
 
 def describe_untaught(trained: dict[str, Any]) -> list[str]:
-    """What to say of the u of a run with these options, if nothing taught it."""
+    """A line that says that nothing taught u in a run with these options; none if something did."""
     method, signal = trained.get("method"), trained.get("introspection")
     if method not in ("plain", "mixup") or signal not in (None, "none"):
         return []
     return [f"the run was trained by {method} alone: nothing taught its uncertainty embedding anything"]
 
 
-def _warnings(told: dict[str, Any], split: str, metric: str) -> list[str]:
-    """What makes the figures of this run mean less than they seem to."""
-    lines = describe_untaught(told)
-    if told["split"] is not None and str(told["split"]) != split:
+def _warn(trained: dict[str, Any], split: str, metric: str) -> list[str]:
+    """Lines about what makes the figures of this run less meaningful."""
+    lines = describe_untaught(trained)
+    if trained["split"] is not None and str(trained["split"]) != split:
         lines.append(
-            f"the run was trained with the split {told['split']!r}: it may have seen the test classes of {split!r}"
+            f"the run was trained with the split {trained['split']!r}: it may have seen the test classes of {split!r}"
         )
-    if metric == "introspective" and told["rule"] not in (None, "similar"):
-        lines.append(f"the run was trained with the rule {told['rule']!r}; the test uses 'similar', which ranks images")
+    if metric == "introspective" and trained["rule"] not in (None, "similar"):
+        lines.append(
+            f"the run was trained with the rule {trained['rule']!r}; the test uses 'similar', which can rank images"
+        )
     return lines
 
 
-def _read(folder: Path, key: str) -> dict[str, Any] | None:
-    """A result that was kept; one that is damaged counts as absent."""
+def _read_stored(folder: Path, key: str) -> dict[str, Any] | None:
+    """Read a stored result; None if there is none or it is damaged."""
     try:
         result = json.loads((folder / f"{key}.json").read_text())
     except (FileNotFoundError, ValueError):
@@ -200,40 +212,36 @@ def _read(folder: Path, key: str) -> dict[str, Any] | None:
     return result if isinstance(result, dict) and (folder / f"{key}.html").is_file() else None
 
 
-# -------------------- candidate --------------------
-# A model and the images it is tested on: what it makes of them in a view, and what it finds for them.
-
-
-Counted = Callable[[str], Count]
+# -------------------- the model and its test images --------------------
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedModel:
-    """A model, the test images (queries) and, where the data set has one of its own, the gallery.
+    """A model, the test images (queries), and the gallery if the data set has its own.
 
-    Without such a gallery a query is searched among the test images as they are, itself left out by its id; a mixed
-    query leaves out both of its parents, for it is half a copy of each.
+    Without a gallery, a query is searched among the clean test images and left out of its own result by its id. A mixed
+    query leaves out both of its parents, because it is half a copy of each.
     """
 
     model: Model
     queries: Pixels
     gallery: Pixels | None
     metric: IntrospectiveMetric | None
-    counted: Counted
+    count_images: ImageCounter
 
     @classmethod
     def load(
-        cls, run: Path, dataset: Dataset, metric: IntrospectiveMetric | None, counted: Counted, note: Note
+        cls, run: Path, dataset: Dataset, metric: IntrospectiveMetric | None, count_images: ImageCounter, note: Note
     ) -> "EvaluatedModel":
-        """The model of a run, and the test images at its size."""
+        """Load the model of a run, and the test images at its size."""
         model = load_model(run)
         if metric is not None and model.config.uncertainty == "gaussian":
-            raise ValueError(f"{run}: the introspective metric needs u, and this model gives Gaussians")
+            raise ValueError(f"{run}: the introspective metric needs u, but this model has Gaussian embeddings")
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        gallery = None if dataset.gallery is None else load_model_pixels(model, dataset.gallery, counted, note)
-        loaded = cls(model, load_model_pixels(model, dataset.test, counted, note), gallery, metric, counted)
+        gallery = None if dataset.gallery is None else load_model_pixels(model, dataset.gallery, count_images, note)
+        loaded = cls(model, load_model_pixels(model, dataset.test, count_images, note), gallery, metric, count_images)
         found = loaded.gallery_labels.bincount(minlength=len(dataset.test.classes))[loaded.labels]
-        if not bool((found > (1 if gallery is None else 0)).any()):  # said before the trunk is asked for anything
+        if not bool((found > (1 if gallery is None else 0)).any()):  # checked before anything is embedded
             raise ValueError(
                 f"{dataset.test.name}: none of the {len(found)} images has another image of its class to find"
             )
@@ -246,20 +254,20 @@ class EvaluatedModel:
 
     @property
     def gallery_labels(self) -> Tensor:
-        """The class of each image that is searched."""
+        """The class of each gallery image."""
         searched = self.gallery or self.queries
         return searched.images.labels[searched.usable]
 
     @cached_property
     def gallery_embeddings(self) -> Embeddings:
-        """The embeddings of the images that are searched."""
+        """The embeddings of the gallery."""
         return self.embed_view(CLEAN, self.gallery)[1]
 
     def embed_view(self, view: View, pixels: Pixels | None = None) -> tuple[Tensor, Embeddings]:
-        """The features and the embeddings of the queries (or of other images) in a view, all finite."""
+        """Embed the queries (or other images) in a view; returns their features and embeddings, all finite."""
         pixels = pixels or self.queries
         images = pixels.images
-        features = view_features(self.model, pixels, view, progress=self.counted(f"of {images.name}, {view}"))
+        features = view_features(self.model, pixels, view, progress=self.count_images(f"of {images.name}, {view}"))
         embeddings = self.model.embed_features(features)
         sound = [x.isfinite().all(dim=1) for x in (features, embeddings.semantic, embeddings.uncertainty)]
         bad = (~torch.stack(sound).all(dim=0)).nonzero().flatten()
@@ -272,9 +280,9 @@ class EvaluatedModel:
         return features, embeddings
 
     def search(self, embeddings: Embeddings, view: View) -> NeighbourScores:
-        """What is found for the queries as embedded in a view; a mixed one may find either parent's class."""
+        """Search the queries as embedded in a view. For a mixed query, the class of either parent is right."""
         n, device = len(embeddings), self.model.semantic.weight.device
-        queries, shelf, labels, theirs = (
+        queries, gallery, labels, gallery_labels = (
             embeddings.to(device),
             self.gallery_embeddings.to(device),
             self.labels,
@@ -283,16 +291,16 @@ class EvaluatedModel:
         everyone = torch.arange(n)
         mixed = view.kind == "mixed"
         partner = other_class(labels, view.seed) if mixed else everyone
-        parts, groups = [], disjoint(partner) if mixed and self.gallery is None else [everyone]
+        parts, groups = [], group_disjoint_pairs(partner) if mixed and self.gallery is None else [everyone]
         for rows in groups:
             ids = everyone.clone()
-            ids[partner[rows]] = rows  # the other parent goes by the query's id
+            ids[partner[rows]] = rows  # the other parent gets the query's id
             parts.append(
                 neighbour_scores(
                     queries[rows.to(device)],
                     labels[rows],
-                    gallery=shelf,
-                    gallery_labels=theirs,
+                    gallery=gallery,
+                    gallery_labels=gallery_labels,
                     metric=self.metric,
                     query_ids=rows if self.gallery is None else None,
                     gallery_ids=ids if self.gallery is None else None,
@@ -300,7 +308,7 @@ class EvaluatedModel:
             )
         back = torch.cat(groups).argsort()
         indices = torch.cat([part.indices.cpu() for part in parts])[back]
-        first = theirs[indices[:, 0]]
+        first = gallery_labels[indices[:, 0]]
         return NeighbourScores(
             {name: torch.cat([part.scores[name].cpu() for part in parts])[back] for name in parts[0].scores},
             (first == labels) | (first == labels[partner]),
@@ -309,21 +317,21 @@ class EvaluatedModel:
         )
 
 
-def load_model_pixels(model: Model, images: ImageSet, counted: Counted, note: Note) -> Pixels:
-    """The images at the model's working size; what cannot be read is said and left out."""
-    pixels = load_pixels(images, resized_side(model.trunk.image_size), progress=counted("decoded"))
+def load_model_pixels(model: Model, images: ImageSet, count_images: ImageCounter, note: Note) -> Pixels:
+    """Load images at the model's working size; a note names those that cannot be read."""
+    pixels = load_pixels(images, resized_side(model.trunk.image_size), progress=count_images("decoded"))
     if pixels.broken:
         first = next(iter(pixels.broken.values()))
         note(f"{images.name}: {len(pixels.broken)} of {len(images)} images left out (first: {first})")
     return pixels
 
 
-def disjoint(partner: Tensor) -> list[Tensor]:
-    """The pairs (i, partner[i]) in groups of which none has an image in two pairs: the numbers i of each.
+def group_disjoint_pairs(partner: Tensor) -> list[Tensor]:
+    """Put the pairs (i, partner[i]) into groups in which no image is in two pairs; returns the numbers i of each group.
 
-    A gallery image has one id, so within a group both parents of each mixture can go by one.
+    A gallery image has one id. So within a group, both parents of a mixture can have the same id.
 
-    >>> disjoint(torch.tensor([1, 2, 3, 0]))
+    >>> group_disjoint_pairs(torch.tensor([1, 2, 3, 0]))
     [tensor([0, 2]), tensor([1, 3])]
     """
     groups: list[list[int]] = []
@@ -338,44 +346,23 @@ def disjoint(partner: Tensor) -> list[Tensor]:
     return [torch.tensor(group) for group in groups]
 
 
-# -------------------- measuring --------------------
-# Every score of every test image, as it is and in the views that make it harder, and whether the answer is right.
+# -------------------- measuring every score in every view --------------------
 
 
-MIDDLE = GRADED[1::3]  # of the three strengths of each kind
-
-
-@dataclass(frozen=True, eq=False)
-class ViewScores:
-    """The queries in one view: their scores [n], larger where less certain, and whether the answer is right [n]."""
-
-    scores: dict[str, Tensor]
-    correct: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredQueries:
-    """What `measure` found. The queries are the test images that have another image of their class to find."""
-
-    retrieval: dict[str, float | int | None]
-    rows: Tensor  # which of the usable test images are queries [n]
-    labels: Tensor  # their classes [n]
-    views: dict[str, ViewScores]  # by view, "clean" first
-    embeddings: Embeddings  # of the clean queries
-    found: Tensor  # their nearest images: rows of the gallery [n, k]
-
-
-def measure(
+def measure_queries(
     candidate: EvaluatedModel,
     views: Iterable[View],
     members: Iterable[EvaluatedModel] = (),
     predictor: ErrorPredictor | None = None,
 ) -> MeasuredQueries:
-    """Search every view's queries; ``members`` are models that vote with this one, ``predictor`` foresees errors."""
+    """Search the queries of every view and measure their scores.
+
+    ``members`` are models that vote with this one; ``predictor`` predicts errors.
+    """
     views = (CLEAN, *views)
     seen: dict[str, ViewScores] = {}
     votes: dict[str, list[Tensor]] = {}
-    theirs = candidate.gallery_labels
+    gallery_labels = candidate.gallery_labels
     for view in views:
         features, embeddings = candidate.embed_view(view)
         if view == CLEAN:
@@ -383,7 +370,7 @@ def measure(
                 embeddings,
                 candidate.labels,
                 gallery=None if candidate.gallery is None else candidate.gallery_embeddings,
-                gallery_labels=None if candidate.gallery is None else theirs,
+                gallery_labels=None if candidate.gallery is None else gallery_labels,
                 metric=candidate.metric,
                 nmi=True,
             )
@@ -393,7 +380,7 @@ def measure(
             clean, found = embeddings[rows], answers.indices[rows]
         scores = {**query_scores(candidate, features, embeddings, predictor), **answers.scores}
         seen[str(view)] = ViewScores({name: score[rows] for name, score in scores.items()}, answers.correct[rows])
-        votes[str(view)] = [theirs[answers.indices[rows, 0]]]
+        votes[str(view)] = [gallery_labels[answers.indices[rows, 0]]]
     for member in members:
         if not torch.equal(member.queries.usable, candidate.queries.usable):
             raise ValueError("the models of the ensemble cannot all read the same images")
@@ -421,10 +408,10 @@ def query_scores(
 
 
 def fit_error_predictor(candidate: EvaluatedModel, train: Pixels, note: Note) -> ErrorPredictor | None:
-    """An error predictor that learned from the training images: is the nearest other one of the same class?
+    """Fit an error predictor to the training images: is the nearest other image of the same class?
 
-    Training images that are also test images, or alone in their class, are not used. Where all answers are right, or
-    all wrong, there is nothing to learn: that is noted, and None returned.
+    Training images that are also test images, or alone in their class, are not used. If all answers are right, or all
+    are wrong, there is nothing to learn: a note says so, and None is returned.
     """
     features, embeddings = candidate.embed_view(CLEAN, train)
     labels = train.images.labels[train.usable]
@@ -432,9 +419,7 @@ def fit_error_predictor(candidate: EvaluatedModel, train: Pixels, note: Note) ->
     fresh = [train.images.sources[i].name not in tested for i in train.usable.tolist()]
     usable = torch.tensor(fresh) & (labels.bincount()[labels] > 1)
     if not bool(usable.any()):
-        note(
-            "predicted_error is left out: no training image is fit to learn from (alone in its class, or a test image)"
-        )
+        note("predicted_error is left out: every training image is alone in its class or a test image")
         return None
     device = candidate.model.semantic.weight.device
     first = nearest(embeddings.to(device), 1, metric=candidate.metric).indices[:, 0].cpu()
@@ -446,17 +431,16 @@ def fit_error_predictor(candidate: EvaluatedModel, train: Pixels, note: Note) ->
     return ErrorPredictor().fit(features[usable], wrong[usable])
 
 
-# -------------------- ambiguous --------------------
-# Whether ‖u‖ tells the images that are known to be ambiguous.
+# -------------------- ambiguous images --------------------
 
 
 def measure_ambiguity(model: Model, pixels: Pixels, *, keep: bool = False) -> dict[str, float]:
-    """AUROC of ‖u‖ for mixed images against clean ones, and for images with a twin in another class against the rest.
+    """Measure the AUROC of ‖u‖ for mixed images against clean ones, and for images with a twin in another class.
 
-    The second only where the data set knows its twins (glyphs). 0.5 is chance. ``keep`` is `embed_view`'s.
+    The second figure needs a data set that knows its twins (glyphs). 0.5 is chance. ``keep`` is `embed_view`'s.
     """
     clean, mixed = (embed_view(model, pixels, view, keep=keep).level for view in (CLEAN, MIXED))
-    told = {"auroc_mixed": auroc_between(mixed, clean)}
+    figures = {"auroc_mixed": auroc_between(mixed, clean)}
     if pixels.images.ambiguous is not None:
-        told["auroc_twins"] = auroc(clean, pixels.images.ambiguous[pixels.usable])
-    return told
+        figures["auroc_twins"] = auroc(clean, pixels.images.ambiguous[pixels.usable])
+    return figures

@@ -1,12 +1,18 @@
-"""The page of an evaluation: figures, curves, the most and least certain images, confident mistakes."""
+"""The report of an evaluation: figures with intervals, sentences on which score is best, and the page.
+
+The page shows curves, the most and least certain images, and confident mistakes.
+"""
 
 import html
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from idml.data.augment import MIDDLE
+from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
 from idml.evaluation.bootstrap import (
     Rounds,
@@ -16,8 +22,7 @@ from idml.evaluation.bootstrap import (
     resampled_mean,
     resampled_uncertainty,
 )
-from idml.evaluation.evaluate import MIDDLE, EvaluatedModel, MeasuredQueries, ViewScores
-from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
+from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY, MeasuredQueries, ViewScores
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty, paired_rise, risk_coverage
 from idml.progress import Count, Note, silent
 from idml.report_html import drawing, page, picture, table, tsne_positions
@@ -27,7 +32,10 @@ if TYPE_CHECKING:
 
 
 _SHOWN = ("clean", "mixed", *map(str, MIDDLE))
-_STRIP, _MISTAKES, _NEAREST = 16, 8, 4
+_STRIP, _MISTAKES, _NEAREST = 16, 8, 4  # images in a row, mistakes shown, images found for each
+_POINTS = 300  # of a curve: more than a screen shows
+_IMAGES = 3000  # of a t-SNE
+_GROUPS = {"query_only": QUERY_ONLY, "gallery_aware": GALLERY_AWARE}
 _RETRIEVAL = ("recall@1", "recall@2", "recall@4", "recall@8", "r_precision", "map@r", "nmi")
 _COLUMNS = {
     "r_auroc": "R-AUROC",
@@ -37,21 +45,122 @@ _COLUMNS = {
     "rises": "P(rises)",
 }
 _MEANING = (
-    "Every score is larger where the answer is less certain. R-AUROC: how often a wrong answer has a larger score "
-    "than a right one (0.5 is chance). AURC and AUGRC: mean risk over all shares of answered queries (smaller is "
-    "better; compare them within a view). AUROC: how well the score tells these images from the clean ones. "
-    "P(rises): how often an image's score is larger here than clean. In brackets 95 % intervals over resampled "
-    "classes."
+    "Every score is larger if the answer is less certain. R-AUROC: how often a wrong answer has a larger score than a "
+    "right one (0.5 is chance). AURC and AUGRC: mean risk over all shares of answered queries (smaller is better; "
+    "compare them within a view only). AUROC against clean: how well the score separates these images from clean ones. "
+    "P(rises): how often an image's score is larger here than clean. Brackets: 95 % intervals over resampled classes."
 )
 
 
-def build_report(result: dict[str, Any], measured: MeasuredQueries, candidate: EvaluatedModel, note: Note) -> bytes:
-    """The page; ``result`` is what `idml.evaluation.evaluate.evaluate_run` returns."""
+# -------------------- figures and sentences --------------------
+
+
+def summarise_views(views: Mapping[str, ViewScores], labels: Tensor, count: Count = silent) -> dict[str, Any]:
+    """Summarise the scores of queries in all views ("clean" first); ``labels`` are the queries' classes.
+
+    Returns ``accuracy`` of each view, ``uncertainty`` of each score in each view, and the ``best`` score of each view
+    and group. Every figure has its 95 % interval over resampled classes. A figure is None if it is not defined: R-AUROC
+    if all answers are right or all are wrong, and every interval if the queries are of one class.
+    """
+    drawn = draw_classes(labels)
+    clean = views["clean"]
+    accuracy: dict[str, Any] = {}
+    uncertainty: dict[str, dict[str, Any]] = {name: {} for name in clean.scores}
+    best: dict[str, Any] = {}
+    total, done = len(views) * len(uncertainty), 0
+    for view, seen in views.items():
+        right = seen.correct.double()
+        accuracy[view] = {"value": float(right.mean()), "interval": _interval(resampled_mean(right, drawn), drawn)}
+        rounds = {}
+        for name, score in seen.scores.items():
+            again = resampled_uncertainty(score, seen.correct, drawn)
+            rounds[name] = again["r_auroc"]
+            values = evaluate_uncertainty(score, seen.correct)
+            if seen is not clean:
+                more, more_again = _compare_with_clean(clean.scores[name], score, drawn)
+                values, again = {**values, **more}, {**again, **more_again}
+            intervals = {k: None if values[k] is None else _interval(again[k], drawn) for k in values}
+            uncertainty[name][view] = {**values, "intervals": intervals}
+            count(done := done + 1, total)
+        best[view] = {group: _find_best(uncertainty, view, rounds, names) for group, names in _GROUPS.items()}
+    return {"accuracy": accuracy, "uncertainty": uncertainty, "best": best}
+
+
+def _compare_with_clean(
+    clean: Tensor, score: Tensor, drawn: Rounds
+) -> tuple[dict[str, float | None], dict[str, Tensor]]:
+    """How well a score separates degraded images from clean ones, and how often it rises."""
+    both, degraded = torch.cat([clean, score]), torch.arange(2 * len(score)) >= len(score)
+    rises = (score > clean).double() + (score == clean).double() / 2
+    twice = Rounds(drawn.counts, drawn.classes.repeat(2))
+    values: dict[str, float | None] = {"detects": auroc(both, degraded), "rises": paired_rise(clean, score)}
+    return values, {"detects": resampled_auroc(both, degraded, twice), "rises": resampled_mean(rises, drawn)}
+
+
+def _find_best(
+    uncertainty: dict[str, dict[str, Any]], view: str, rounds: dict[str, Tensor], names: tuple[str, ...]
+) -> dict[str, Any] | None:
+    """The score of the largest R-AUROC, and those that it does not clearly beat on the same rounds."""
+    values = {n: uncertainty[n][view]["r_auroc"] for n in names if n in rounds}
+    known = {n: value for n, value in values.items() if value is not None}
+    if not known:
+        return None
+    winner = max(known, key=lambda n: float(known[n]))
+    gaps = {n: interval(rounds[winner] - rounds[n]) for n in known if n != winner}
+    return {
+        "score": winner,
+        "r_auroc": known[winner],
+        "not_clearly_above": [n for n, gap in gaps.items() if gap is None or gap[0] <= 0],
+    }
+
+
+def _interval(values: Tensor, drawn: Rounds) -> list[float] | None:
+    return interval(values) if drawn.counts.shape[1] > 1 else None  # of one class, all rounds are equal
+
+
+def describe_best_scores(result: dict[str, Any]) -> list[str]:
+    """Say in sentences which score ranks wrong answers best in each view, and how good the model's own score is."""
+    own, lines = result["own_score"], []
+    places: dict[str, list[str]] = {"best": [], "not clearly below the best": [], "clearly below it": [], "chance": []}
+    for view, best in result["best"].items():
+        head = f"{view}, {result['accuracy'][view]['value']:.1%} of the answers right: "
+        first, with_gallery = best["query_only"], best["gallery_aware"]
+        if first is None or with_gallery is None:
+            lines.append(f"{head}there is nothing to rank")
+            continue
+        figure = result["uncertainty"][own][view]
+        itself = "" if own == first["score"] else f"; {own} {figure['r_auroc']:.3f}"
+        lines.append(f"{head}query alone {_format_best(first)}{itself}; with the gallery {_format_best(with_gallery)}")
+        ties = first["not_clearly_above"]
+        place = "best" if own == first["score"] else "not clearly below the best" if own in ties else "clearly below it"
+        places[place].append(view)
+        if figure["intervals"]["r_auroc"] is None or figure["intervals"]["r_auroc"][0] <= 0.5:
+            places["chance"].append(view)
+    chance = places.pop("chance")
+    summary = "; ".join(f"{place} in {', '.join(views)}" for place, views in places.items() if views)
+    if summary:
+        lines.append(f"{own} among the query-only scores: {summary}")
+        lines.append(f"{own} is not clearly better than chance in: {', '.join(chance) or 'no view'}")
+    return lines
+
+
+def _format_best(best: dict[str, Any]) -> str:
+    ties = ", ".join(best["not_clearly_above"])
+    return f"{best['score']} {best['r_auroc']:.3f}" + (f" (not clearly above {ties})" if ties else "")
+
+
+# -------------------- the page --------------------
+
+
+def build_report(
+    result: dict[str, Any], measured: MeasuredQueries, queries: Pixels, gallery: Pixels, note: Note
+) -> bytes:
+    """Build the page from a ``result`` of `idml.evaluation.evaluate.evaluate_run` and the images."""
     own = result["own_score"]
     label = "σ (mean)" if own == "sigma" else "‖u‖"
     clean = measured.views["clean"]
     score = clean.scores[own]
-    order, numbers = score.argsort(stable=True), candidate.queries.usable[measured.rows]
+    order, numbers = score.argsort(stable=True), queries.usable[measured.rows]
     count = min(_STRIP, len(order))
     parts = [
         f"<h1>Evaluation on {html.escape(result['data'])}</h1>",
@@ -60,29 +169,29 @@ def build_report(result: dict[str, Any], measured: MeasuredQueries, candidate: E
         "<h2>Retrieval and clustering</h2>",
         table(list(_RETRIEVAL), [[_percent(result[name]) for name in _RETRIEVAL]]),
         f"<p>{result['queries']:,} queries, {result['classes']:,} classes; {result['singletons']:,} images have no "
-        "other image of their class to find and are no queries.</p>",
-        "<h2>Which score wins where</h2>",
-        "<p>Which score puts wrong answers behind right ones, by R-AUROC (0.5 is chance):</p>",
+        "other image of their class to find and do not count as queries.</p>",
+        "<h2>The best scores</h2>",
+        "<p>How well the scores rank wrong answers behind right ones, by R-AUROC (0.5 is chance):</p>",
         _list(result["verdict"]),
         "<h2>Risk and coverage, clean queries</h2>",
-        "<p>Solid lines know the query alone, dashed lines the labelled gallery too.</p>",
-        risk_coverage_curves(clean),
+        "<p>Solid lines use the query alone, dashed lines also the labelled gallery.</p>",
+        draw_risk_coverage(clean),
         f"<h2>{label} of clean, mixed and degraded images</h2>",
-        histogram({view: measured.views[view].scores[own] for view in _SHOWN if view in measured.views}, label),
+        draw_histogram({view: measured.views[view].scores[own] for view in _SHOWN if view in measured.views}, label),
         "<h2>All scores</h2>",
         f"<p>{_MEANING}</p>",
         *(_scores(result, view) for view in measured.views),
         f"<h2>Most certain images ({label})</h2>",
-        picture(candidate.queries.array[numbers[order[:count]].numpy()], f"the test images with the smallest {label}"),
+        picture(queries.array[numbers[order[:count]].numpy()], f"the test images with the smallest {label}"),
         f"<h2>Least certain images ({label})</h2>",
         picture(
-            candidate.queries.array[numbers[order[-count:].flip(0)].numpy()],
+            queries.array[numbers[order[-count:].flip(0)].numpy()],
             f"the test images with the largest {label}",
         ),
         "<h2>Confident mistakes</h2>",
-        *_mistakes(measured, candidate, own),
+        *_show_mistakes(measured, queries, gallery, own),
         "<h2>The embeddings in the plane (t-SNE)</h2>",
-        tsne(measured.embeddings.unit, measured.labels, score, label, note),
+        draw_tsne(measured.embeddings.unit, measured.labels, score, label, note),
     ]
     return page(f"evaluation on {result['data']}", *parts)
 
@@ -96,7 +205,7 @@ def _subject(result: dict[str, Any]) -> str:
 
 
 def _scores(result: dict[str, Any], view: str) -> str:
-    """The table of one view: query-only scores first, then those that know the gallery."""
+    """The table of one view: query-only scores first, then gallery-aware ones."""
     best, accuracy = result["best"][view], result["accuracy"][view]
     names = [name for name in _COLUMNS if name in next(iter(result["uncertainty"].values()))[view]]
     rows = []
@@ -106,7 +215,7 @@ def _scores(result: dict[str, Any], view: str) -> str:
         cells = [_value(figures[name], figures["intervals"][name]) for name in names]
         rows.append([score, "query" if group == "query_only" else "gallery", *cells, _place(score, best[group])])
     title = f"<h3>{html.escape(view)}: recall@1 {_value(accuracy['value'], accuracy['interval'])}</h3>"
-    return title + table(["score", "knows the", *(_COLUMNS[name] for name in names), "by R-AUROC"], rows)
+    return title + table(["score", "uses", *(_COLUMNS[name] for name in names), "by R-AUROC"], rows)
 
 
 def _place(score: str, best: dict[str, Any] | None) -> str:
@@ -131,136 +240,32 @@ def _list(lines: list[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
 
 
-def _mistakes(measured: MeasuredQueries, candidate: EvaluatedModel, own: str) -> list[str]:
-    """The wrong answers of which the model is surest: the query, then its nearest images."""
+def _show_mistakes(measured: MeasuredQueries, queries: Pixels, gallery: Pixels, own: str) -> list[str]:
+    """The wrong answers with the smallest uncertainty: each query, then its nearest images."""
     seen = measured.views["clean"]
     order = seen.scores[own].argsort(stable=True)
     wrong = order[~seen.correct[order]][:_MISTAKES].tolist()
     if not wrong:
-        return ["<p>There is no wrong answer.</p>"]
-    queries, shelf = candidate.queries, candidate.gallery or candidate.queries
-    classes, theirs = queries.images.classes, candidate.gallery_labels
-    parts = ["<p>Left the query, then its nearest images; the smallest uncertainty first.</p>"]
+        return ["<p>There are no wrong answers.</p>"]
+    classes, gallery_labels = queries.images.classes, gallery.images.labels[gallery.usable]
+    parts = ["<p>Each row shows the query, then its nearest images; the smallest uncertainty comes first.</p>"]
     for i in wrong:
         number = int(queries.usable[measured.rows[i]])
-        near = measured.found[i][:_NEAREST]
+        near = measured.neighbours[i][:_NEAREST]
         near = near[near >= 0]
-        images = np.concatenate([queries.array[number][None], shelf.array[shelf.usable[near].numpy()]])
-        answers = ", ".join(classes[label] for label in theirs[near].tolist())
+        images = np.concatenate([queries.array[number][None], gallery.array[gallery.usable[near].numpy()]])
+        answers = ", ".join(classes[label] for label in gallery_labels[near].tolist())
         name, label = queries.images.sources[number].name, classes[int(measured.labels[i])]
         text = f"{name} ({label}, {float(seen.scores[own][i]):.3f}) → {answers}"
         parts += [picture(images, text), f"<p>{html.escape(text)}</p>"]
     return parts
 
 
-# -------------------- figures --------------------
-# From the scores of all queries to figures with intervals, and to plain words on which score wins where.
+# -------------------- drawings --------------------
 
 
-GROUPS = {"query_only": QUERY_ONLY, "gallery_aware": GALLERY_AWARE}
-
-
-def figures(measured: MeasuredQueries, progress: Count = silent) -> dict[str, Any]:
-    """``accuracy`` of each view, ``uncertainty`` of each score in each view, ``best`` score of each view and group.
-
-    Every figure stands beside its 95 % interval over resampled classes (None where it is not defined: R-AUROC where
-    all answers are right or all wrong, and every interval where the queries are of one class).
-    """
-    drawn = draw_classes(measured.labels)
-    clean = measured.views["clean"]
-    accuracy: dict[str, Any] = {}
-    uncertainty: dict[str, dict[str, Any]] = {name: {} for name in clean.scores}
-    best: dict[str, Any] = {}
-    total, done = len(measured.views) * len(uncertainty), 0
-    for view, seen in measured.views.items():
-        right = seen.correct.double()
-        accuracy[view] = {"value": float(right.mean()), "interval": _interval(resampled_mean(right, drawn), drawn)}
-        rounds = {}
-        for name, score in seen.scores.items():
-            again = resampled_uncertainty(score, seen.correct, drawn)
-            rounds[name] = again["r_auroc"]
-            values = evaluate_uncertainty(score, seen.correct)
-            if seen is not clean:
-                more, more_again = _against(clean.scores[name], score, drawn)
-                values, again = {**values, **more}, {**again, **more_again}
-            intervals = {k: None if values[k] is None else _interval(again[k], drawn) for k in values}
-            uncertainty[name][view] = {**values, "intervals": intervals}
-            progress(done := done + 1, total)
-        best[view] = {group: _best(uncertainty, view, rounds, names) for group, names in GROUPS.items()}
-    return {"accuracy": accuracy, "uncertainty": uncertainty, "best": best}
-
-
-def _against(clean: Tensor, score: Tensor, drawn: Rounds) -> tuple[dict[str, float | None], dict[str, Tensor]]:
-    """How well a score tells the degraded images from the clean ones, and how often it rises."""
-    both, degraded = torch.cat([clean, score]), torch.arange(2 * len(score)) >= len(score)
-    rises = (score > clean).double() + (score == clean).double() / 2
-    twice = Rounds(drawn.counts, drawn.classes.repeat(2))
-    values: dict[str, float | None] = {"detects": auroc(both, degraded), "rises": paired_rise(clean, score)}
-    return values, {"detects": resampled_auroc(both, degraded, twice), "rises": resampled_mean(rises, drawn)}
-
-
-def _best(
-    uncertainty: dict[str, dict[str, Any]], view: str, rounds: dict[str, Tensor], names: tuple[str, ...]
-) -> dict[str, Any] | None:
-    """The score of the largest R-AUROC, and those that it does not beat in 95 % of the same rounds' differences."""
-    values = {n: uncertainty[n][view]["r_auroc"] for n in names if n in rounds}
-    known = {n: value for n, value in values.items() if value is not None}
-    if not known:
-        return None
-    winner = max(known, key=lambda n: float(known[n]))
-    gaps = {n: interval(rounds[winner] - rounds[n]) for n in known if n != winner}
-    return {
-        "score": winner,
-        "r_auroc": known[winner],
-        "not_clearly_above": [n for n, gap in gaps.items() if gap is None or gap[0] <= 0],
-    }
-
-
-def _interval(values: Tensor, drawn: Rounds) -> list[float] | None:
-    return interval(values) if drawn.counts.shape[1] > 1 else None  # one class, drawn again and again, never varies
-
-
-def verdicts(result: dict[str, Any]) -> list[str]:
-    """Plain words on a result: which score ranks wrong answers best in each view, and what the model's own is worth."""
-    own, lines = result["own_score"], []
-    places: dict[str, list[str]] = {"best": [], "not clearly below the best": [], "clearly below it": [], "chance": []}
-    for view, best in result["best"].items():
-        head = f"{view}, {result['accuracy'][view]['value']:.1%} of the answers right: "
-        first, with_gallery = best["query_only"], best["gallery_aware"]
-        if first is None or with_gallery is None:
-            lines.append(f"{head}there is nothing to rank")
-            continue
-        figure = result["uncertainty"][own][view]
-        itself = "" if own == first["score"] else f"; {own} {figure['r_auroc']:.3f}"
-        lines.append(f"{head}query alone {_winner(first)}{itself}; with the gallery {_winner(with_gallery)}")
-        ties = first["not_clearly_above"]
-        place = "best" if own == first["score"] else "not clearly below the best" if own in ties else "clearly below it"
-        places[place].append(view)
-        if figure["intervals"]["r_auroc"] is None or figure["intervals"]["r_auroc"][0] <= 0.5:
-            places["chance"].append(view)
-    chance = places.pop("chance")
-    told = "; ".join(f"{place} in {', '.join(views)}" for place, views in places.items() if views)
-    if told:
-        lines.append(f"{own} among the query-only scores: {told}")
-        lines.append(f"{own} is not clearly better than chance in: {', '.join(chance) or 'no view'}")
-    return lines
-
-
-def _winner(best: dict[str, Any]) -> str:
-    ties = ", ".join(best["not_clearly_above"])
-    return f"{best['score']} {best['r_auroc']:.3f}" + (f" (not clearly above {ties})" if ties else "")
-
-
-# -------------------- pictures --------------------
-# The figures of an evaluation's report: risk–coverage curves, histograms of uncertainty, t-SNE.
-
-
-_POINTS = 300  # of a curve: more than a screen shows
-_IMAGES = 3000  # of a t-SNE
-
-
-def risk_coverage_curves(seen: ViewScores) -> str:
-    """Errors among the answered queries against the share that is answered, a line for each score."""
+def draw_risk_coverage(seen: ViewScores) -> str:
+    """Draw the share of errors among answered queries against the share of answered queries, a line for each score."""
     figure = _figure(10, 5)
     axes = figure.subplots()
     for number, (name, score) in enumerate(seen.scores.items()):
@@ -286,8 +291,8 @@ def risk_coverage_curves(seen: ViewScores) -> str:
     )
 
 
-def histogram(scores: dict[str, Tensor], label: str) -> str:
-    """How often each uncertainty occurs, in each view."""
+def draw_histogram(scores: dict[str, Tensor], label: str) -> str:
+    """Draw the distribution of the uncertainty in each view."""
     figure = _figure(9, 3.6)
     axes = figure.subplots()
     values = torch.cat(list(scores.values())).double()
@@ -301,8 +306,8 @@ def histogram(scores: dict[str, Tensor], label: str) -> str:
     return drawing(figure, f"histogram of {label} for clean, mixed and degraded test images")
 
 
-def tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Note) -> str:
-    """The embeddings in the plane, at most 3,000 of them, coloured by class and by uncertainty."""
+def draw_tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Note) -> str:
+    """Draw at most 3,000 embeddings in the plane, coloured by class and by uncertainty."""
     chosen = torch.randperm(len(points), generator=random_stream("t-SNE"))[:_IMAGES].sort().values
     points, labels, score = points[chosen], labels[chosen], score[chosen]
     if len(points) < 4 or bool((points == points[0]).all()):

@@ -19,6 +19,7 @@ of the nearest image that is not of the first neighbour's class, wherever it com
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -77,6 +78,26 @@ class NeighbourScores(NamedTuple):
     correct: Tensor  # the first neighbour has the query's class
     singleton: Tensor  # the gallery holds no other image of the query's class: no answer could be right
     indices: Tensor  # the k neighbours [n, k], as `idml.evaluation.knn.Neighbours` has them
+
+
+@dataclass(frozen=True, eq=False)
+class ViewScores:
+    """The queries in one view: their scores [n], larger if less certain, and whether the answer is right [n]."""
+
+    scores: dict[str, Tensor]
+    correct: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredQueries:
+    """The test images that have another image of their class to find, with their scores in every view."""
+
+    retrieval: dict[str, float | int | None]
+    rows: Tensor  # which of the usable test images are queries [n]
+    labels: Tensor  # their classes [n]
+    views: dict[str, ViewScores]  # by view, "clean" first
+    embeddings: Embeddings  # of the clean queries
+    neighbours: Tensor  # their nearest images: rows of the gallery [n, k]
 
 
 def neighbour_scores(

@@ -14,7 +14,7 @@ ones, has E(i) = e₀ + w·(i − i₀)/m on average, and all figures are linear
 depends on the order in which the queries are given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -89,41 +89,6 @@ def risk_coverage(scores: Values, correct: Values) -> tuple[Tensor, Tensor]:
     rank, wrong = _ranked(scores, correct)
     answered, errors = (x.double() for x in _curve(rank, wrong))
     return answered / len(rank), errors / answered
-
-
-def bootstrap_interval(
-    figure: Callable[..., float | None],
-    *arrays: Values,
-    level: float = 0.95,
-    rounds: int = 1000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """The percentile bootstrap interval of ``figure(*arrays)``.
-
-    Each round draws as many queries as there are, with replacement, the same ones from every array, so that a figure
-    may be a difference between two scores on the same queries. Rounds where the figure is None (R-AUROC of answers
-    that are all right) are left out.
-
-    >>> error_rate = lambda correct: int((~correct).sum()) / len(correct)
-    >>> bootstrap_interval(error_rate, [True] * 80 + [False] * 20)
-    (0.12, 0.28)
-    """
-    columns = [_tensor(x, f"array {i}") for i, x in enumerate(arrays)]
-    lengths = [len(x) if x.ndim else 0 for x in columns]
-    if not lengths or min(lengths) == 0 or min(lengths) != max(lengths):
-        raise ValueError(f"a bootstrap needs arrays of one length above 0, got lengths {lengths}")
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level!r}")
-    if rounds < 1:
-        raise ValueError(f"rounds must be 1 or more, got {rounds!r}")
-    generator, n = torch.Generator().manual_seed(seed), lengths[0]
-    drawn = (torch.randint(n, (n,), generator=generator) for _ in range(rounds))
-    values = [value for rows in drawn if (value := figure(*(x[rows] for x in columns))) is not None]
-    if not values:
-        raise ValueError(f"the figure is not defined in any of {rounds} rounds")
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = torch.tensor(values, dtype=torch.float64).quantile(tails).tolist()
-    return low, high
 
 
 def paired_rise(before: Values, after: Values) -> float:

@@ -23,23 +23,16 @@ import torch
 from torch import Tensor
 
 from idml.audit.label_errors import SCORES, score_ambiguity, score_labels
-from idml.data.augment import MIXED
+from idml.data.augment import MIDDLE, MIXED
 from idml.data.datasets import Dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.evaluation import neighbour_scores
-from idml.evaluation.evaluate import (
-    MIDDLE,
-    EvaluatedModel,
-    MeasuredQueries,
-    fit_error_predictor,
-    load_model_pixels,
-    measure,
-)
+from idml.evaluation.evaluate import EvaluatedModel, fit_error_predictor, load_model_pixels, measure_queries
 from idml.evaluation.knn import nearest
-from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY
+from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY, MeasuredQueries
 from idml.evaluation.uncertainty import auroc, auroc_between, evaluate_uncertainty, paired_rise
 from idml.model import build_model, load_model
 from idml.model.feature_cache import view_features
@@ -98,7 +91,9 @@ def measure_uncertainty(config: TrainConfig, run: Path, dataset: Dataset, _: obj
 
     candidate = EvaluatedModel.load(run, dataset, None, silent, lambda line: None)
     train = load_model_pixels(candidate.model, dataset.train, silent, lambda line: None)
-    measured = measure(candidate, (MIXED, *MIDDLE), predictor=fit_error_predictor(candidate, train, lambda line: None))
+    measured = measure_queries(
+        candidate, (MIXED, *MIDDLE), predictor=fit_error_predictor(candidate, train, lambda line: None)
+    )
     return {"queries": len(measured.rows), "views": {view: _figures(measured, view) for view in measured.views}}
 
 

@@ -1,4 +1,4 @@
-"""Exact neighbours against explicit loops, on cases that break others."""
+"""Exact neighbours against explicit loops, and the lowest numbers of rows against a full sort."""
 
 import math
 from fractions import Fraction
@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from idml import Embeddings, IntrospectiveMetric
 from idml.evaluation import distance_bounds as pairs
+from idml.evaluation import evaluate_retrieval, retrieval
 from idml.evaluation import knn as neighbours
-from idml.evaluation import retrieval
-from idml.evaluation.knn import Search, nearest
+from idml.evaluation.knn import Search, _by_groups, lowest, nearest
 
 
 def loops(queries, k, gallery=None, query_ids=None, gallery_ids=None):
@@ -82,7 +82,7 @@ HARD = {
 
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize(("k", "long"), [(1, 32), (5, 32), (5, 1000), (100, 32), (100, 0), (7, 5)])
-def test_equals_exact_loops(monkeypatch, name, k, long):
+def test_neighbours_are_those_of_exact_loops(monkeypatch, name, k, long):
     monkeypatch.setattr(neighbours, "_LONG", long)  # which lists are measured by float64 products first
     x = HARD[name]
     before = x.clone()
@@ -96,7 +96,7 @@ def test_equals_exact_loops(monkeypatch, name, k, long):
 
 
 @pytest.mark.parametrize("name", ["clustered", "duplicates", "grid", "one far point", "scales"])
-def test_equals_exact_loops_between_sets(name):
+def test_neighbours_between_two_sets_are_those_of_exact_loops(name):
     x = HARD[name]
     assert lists(nearest(x[:15], 4, gallery=x[5:])) == loops(x[:15], 4, x[5:])  # no ids: nothing is left out
     ids, others = [f"i{j % 9}" for j in range(15)], [f"i{j}" for j in range(5, len(x))]
@@ -141,7 +141,7 @@ def test_rows_with_fewer_neighbours_end_in_minus_one():
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (700, 60, 33), (1 << 12, 1 << 9, 1 << 8)])
 @pytest.mark.parametrize("metric", [None, IntrospectiveMetric()])
-def test_chunk_sizes_change_nothing(monkeypatch, sizes, metric):
+def test_chunk_sizes_do_not_change_the_neighbours(monkeypatch, sizes, metric):
     rows = torch.randint(90, (130,))
     e = Embeddings(clustered(90, 33)[rows], 0.3 * torch.randn(90, 33)[rows])
     whole = nearest(e, 7, metric=metric)
@@ -152,7 +152,7 @@ def test_chunk_sizes_change_nothing(monkeypatch, sizes, metric):
     assert torch.equal(whole.distances, parts.distances)
 
 
-def test_equal_rows_come_in_index_order_wherever_they_stand():
+def test_equal_rows_come_in_the_order_of_their_indices():
     rows = torch.arange(300) % 7
     x = torch.randn(7, 61)[rows]
     found = nearest(x, 80).indices
@@ -191,7 +191,7 @@ def test_introspective_duplicates_tie_at_zero_and_cancelling_uncertainties_count
     assert nearest(opposed, 2, metric=IntrospectiveMetric()).indices[0].tolist() == [2, 1]  # β = 1.5 softens, 0 not
 
 
-def test_introspective_order_survives_where_distances_underflow():
+def test_the_introspective_order_is_right_if_distances_underflow():
     s = torch.tensor([[1.0, 0.0], [1.0, 3e-4], [1.0, 2e-4], [1.0, 1e-4]], dtype=torch.float64)
     e = Embeddings(s, torch.ones(4, 2, dtype=torch.float64))
     assert nearest(e, 3, metric=IntrospectiveMetric()).indices[0].tolist() == [3, 2, 1]
@@ -293,7 +293,7 @@ def test_no_tensor_is_larger_than_a_chunk(metric):
     labels = torch.arange(n) // 5000  # R = 4,999
     relevant = torch.where(torch.arange(n) % 500 == 0, 4999, 0)
     with Largest() as largest:
-        retrieval._sums(search, labels, labels, relevant, (1,))
+        retrieval._query_figures(search, labels, labels, relevant, (1,))
     assert largest.bytes <= 4 * neighbours._CHUNK
 
 
@@ -324,7 +324,7 @@ def test_no_tensor_is_larger_than_a_chunk(metric):
         ({"metric": IntrospectiveMetric(rule="dissimilar")}, "rule 'dissimilar' does not rank"),
     ],
 )
-def test_bad_input_is_one_line(arguments, message):
+def test_bad_input_gives_one_line(arguments, message):
     arguments = {"queries": torch.zeros(4, 3), "k": 2} | arguments
     with pytest.raises(ValueError, match=message) as error:
         nearest(**arguments)
@@ -343,3 +343,56 @@ def test_bad_uncertainty_is_named():
             gallery=Embeddings(torch.ones(3, 2), torch.ones(3, 3)),
             metric=IntrospectiveMetric(),
         )
+
+
+@pytest.mark.parametrize("columns", [1, 300, 1000, 1007])
+@pytest.mark.parametrize("count", [1, 9, 31, 32, 200])
+@pytest.mark.parametrize("ties", [True, False])
+def test_the_lowest_numbers_are_those_of_a_full_sort(columns, count, ties):
+    matrix = torch.randn(7, columns)
+    if ties:
+        matrix = (matrix * 100).round()
+        matrix[1] = math.inf
+        matrix[2, 5:] = math.inf
+        matrix[3] = -math.inf
+    matrix[4] = torch.arange(columns).flip(0)  # the lowest stand at the end
+    count = min(count, columns)
+    index, values, rest = lowest(matrix, count)
+    for row in range(7):
+        real = values[row] < math.inf
+        chosen = index[row][real].tolist()
+        assert chosen == sorted(set(chosen))
+        assert torch.equal(matrix[row, chosen], values[row][real])
+        wanted = matrix[row].sort().values[:count]
+        assert torch.equal(values[row].sort().values[:count], wanted)
+        left_out = matrix[row].clone()
+        left_out[chosen] = math.inf
+        assert left_out.min() >= rest[row]
+
+
+def test_rows_with_many_equal_numbers_are_sorted_instead():
+    matrix = torch.randn(4, 900)
+    matrix[2] = 1.0
+    assert _by_groups(matrix, 5, 8) is None
+    matrix[2] = torch.randn(900)
+    index, values, _ = _by_groups(matrix, 5, 8)
+    assert torch.equal(values.sort(dim=1).values[:, :5], matrix.sort(dim=1).values[:, :5])
+    assert index.shape == values.shape
+
+
+@pytest.mark.parametrize("metric", [None, IntrospectiveMetric()])
+def test_several_threads_find_the_same_as_one(metric, monkeypatch):
+    e = Embeddings(torch.randn(700, 16), 0.2 * torch.randn(700, 8))
+    labels = torch.arange(700) % 50
+    monkeypatch.setattr("idml.evaluation.knn._ROWS", 64)
+    wanted = Search(e, None, metric).top(9), evaluate_retrieval(e, labels, metric=metric)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = Search(e, None, metric).top(9), evaluate_retrieval(e, labels, metric=metric)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0].indices, wanted[0].indices)
+    assert torch.equal(found[0].distances, wanted[0].distances)
+    assert found[1] == wanted[1]

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from idml import IntrospectiveMetric, cli
-from idml.data.augment import GRADED, MIXED, View, other_class
+from idml.data.augment import GRADED, MIDDLE, MIXED, View, other_class
 from idml.data.datasets import Dataset, load_dataset
 from idml.data.pixel_cache import load_pixels
 from idml.evaluation import (
@@ -27,7 +26,7 @@ from idml.evaluation import (
     paired_rise,
 )
 from idml.evaluation import evaluate as whole
-from idml.evaluation.evaluate import MIDDLE, disjoint, evaluate_run
+from idml.evaluation.evaluate import evaluate_run, group_disjoint_pairs
 from idml.model import Model, load_model, save_model
 from idml.training.config import TrainConfig
 from idml.training.loop import train
@@ -105,7 +104,7 @@ def loops(queries, clean, labels, view):
     return {"level": queries.level, **{name: torch.tensor(x) for name, x in scores.items()}}, torch.tensor(correct)
 
 
-def test_retrieval_is_that_of_the_embedded_images(first, embedded):
+def test_retrieval_figures_are_those_of_the_embedded_images(first, embedded):
     labels, embed = embedded
     wanted = evaluate_retrieval(embed(View()), labels, nmi=True)
     assert {name: first[name] for name in wanted} == pytest.approx(wanted)
@@ -115,7 +114,7 @@ def test_retrieval_is_that_of_the_embedded_images(first, embedded):
 
 
 @pytest.mark.parametrize("view", [View(), MIXED, *MIDDLE], ids=str)
-def test_scores_equal_loops(first, embedded, view):
+def test_scores_are_those_of_loops(first, embedded, view):
     labels, embed = embedded
     queries = labels.bincount()[labels] > 1
     clean = embed(View())
@@ -136,8 +135,8 @@ def test_scores_equal_loops(first, embedded, view):
         assert all(low <= high for low, high in intervals.values())
 
 
-def test_every_score_that_applies_is_there(first, runs, spec, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.tsne", lambda *given: "")
+def test_all_applicable_scores_are_measured(first, runs, spec, monkeypatch):
+    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
     assert set(first["uncertainty"]) == {*QUERY_ONLY, *GALLERY_AWARE} - {"sigma", "ensemble"}
     assert first["own_score"] == "level"
     for group, names in (("query_only", QUERY_ONLY), ("gallery_aware", GALLERY_AWARE)):
@@ -154,7 +153,7 @@ def test_every_score_that_applies_is_there(first, runs, spec, monkeypatch):
 
 def test_the_votes_are_those_of_both_models(runs, spec, embedded, monkeypatch):
     labels, embed = embedded
-    monkeypatch.setattr("idml.evaluation.report.tsne", lambda *given: "")
+    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
     result = evaluate_run(runs / "idml", spec, ensemble=[runs / "pel"])
     pixels = load_pixels(load_dataset(spec).test, 18)
     other = load_model(runs / "pel").embed(View().images(pixels, pixels.usable, 16))
@@ -172,21 +171,19 @@ def test_a_second_call_reads_the_first_result(first, runs, spec, monkeypatch, tm
     for name in ("embed", "embed_features", "features"):
         monkeypatch.setattr(Model, name, refuse)
     monkeypatch.setattr("idml.evaluation.evaluate.load_model", refuse)
-    started = time.perf_counter()
     again = evaluate_run(runs / "idml", spec)
-    assert time.perf_counter() - started < 1
     assert again == first
     elsewhere = evaluate_run(runs / "idml", spec, out=tmp_path / "new" / "place")
     assert (tmp_path / "new" / "place" / "report.html").read_bytes() == Path(first["report"]).read_bytes()
     assert {**elsewhere, "report": first["report"]} == first
 
 
-def test_the_report_shows_everything(first):
+def test_the_report_shows_all_parts(first):
     text = Path(first["report"]).read_text()
     assert Path(first["report"]).name == "report.html"
     for words in (
         "Retrieval",
-        "wins where",
+        "The best scores",
         "Risk and coverage",
         "‖u‖ of clean, mixed",
         "Most certain",
@@ -208,7 +205,7 @@ def test_the_report_shows_everything(first):
 
 
 def test_the_introspective_metric(first, runs, spec, embedded, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.tsne", lambda *given: "")
+    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
     labels, embed = embedded
     notes, rows = [], []
     result = evaluate_run(runs / "idml", spec, metric="introspective", progress=rows.append, note=notes.append)
@@ -225,8 +222,8 @@ def test_the_introspective_metric(first, runs, spec, embedded, monkeypatch):
     assert all(set(row) == {"done", "images", "what"} and 0 < row["done"] <= row["images"] for row in rows)
 
 
-def test_a_gallery_of_its_own_and_graded_views(runs, spec, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.tsne", lambda *given: "")
+def test_a_data_set_with_its_own_gallery_and_graded_views(runs, spec, monkeypatch):
+    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
     data = load_dataset(spec)
     even = torch.arange(len(data.test)) % 2 == 0
     shop = Dataset("shop", data.train, data.test[even], data.test[~even])
@@ -264,8 +261,8 @@ def test_one_class_has_nothing_to_rank(runs, pictures, tmp_path):
         evaluate_run(runs / "idml", f"folder:{tmp_path / 'single'}")
 
 
-def test_what_makes_figures_mean_less_is_said(runs, spec, tmp_path, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.tsne", lambda *given: "")
+def test_notes_say_what_makes_figures_less_meaningful(runs, spec, tmp_path, monkeypatch):
+    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
     run = tmp_path / "run"
     shutil.copytree(runs / "idml", run, ignore=shutil.ignore_patterns("evaluation"))
     options = (run / "config.yaml").read_text()
@@ -297,12 +294,12 @@ def test_what_makes_figures_mean_less_is_said(runs, spec, tmp_path, monkeypatch)
         (None, ["--data", "folder:nowhere"], "nowhere"),
         (None, ["--data", "csv:train.csv"], "there is no test image"),
         (None, ["--split", "2"], "the split is"),
-        ("no options", ["--metric", "introspective"], "names no tau and gamma"),
+        ("no options", ["--metric", "introspective"], "has no tau and gamma"),
         ("bad options", [], "is not a YAML file"),
         ("infinite", [], "the embeddings of 36 of 36 images hold NaN or infinity (first: 'class 00/0.png')"),
     ],
 )
-def test_a_mistake_is_one_line(runs, spec, pictures, change, arguments, words, tmp_path, monkeypatch, capsys):
+def test_a_mistake_gives_one_line(runs, spec, pictures, change, arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     shutil.copytree(runs / "idml", run, ignore=shutil.ignore_patterns("evaluation"))
@@ -335,17 +332,17 @@ def test_a_mistake_is_one_line(runs, spec, pictures, change, arguments, words, t
     assert not (run / "evaluation").exists()
 
 
-def test_evaluation_does_not_know_training():
+def test_evaluation_does_not_import_training():
     for file in Path(whole.__file__).parent.glob("*.py"):
         assert "idml.training" not in file.read_text(), file
 
 
 @given(st.integers(3, 40), st.integers(0, 1000))
-def test_groups_hold_no_image_twice(n, seed):
+def test_no_image_is_twice_in_a_group(n, seed):
     labels = torch.randint(3, (n,), generator=torch.Generator().manual_seed(seed))
     labels[:2] = torch.tensor([0, 1])
     partner = other_class(labels, seed)
-    groups = disjoint(partner)
+    groups = group_disjoint_pairs(partner)
     assert torch.cat(groups).sort().values.tolist() == list(range(n))
     for rows in groups:
         both = torch.cat([rows, partner[rows]])

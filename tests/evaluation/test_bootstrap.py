@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from idml.evaluation import auroc, evaluate_uncertainty
-from idml.evaluation import bootstrap as resampling
+from idml.evaluation import auroc, bootstrap, evaluate_uncertainty
 from idml.evaluation.bootstrap import (
     Rounds,
     draw_classes,
@@ -18,7 +17,7 @@ from idml.evaluation.bootstrap import (
 @pytest.mark.parametrize("ties", [3, 20, 10_000])
 @pytest.mark.parametrize("cells", [1, 1 << 17])
 def test_rounds_equal_repeated_queries(monkeypatch, ties, cells):
-    monkeypatch.setattr(resampling, "_CELLS", cells)
+    monkeypatch.setattr(bootstrap, "_CELLS", cells)
     labels, scores, correct = torch.randint(9, (80,)), torch.randint(ties, (80,)).float(), torch.rand(80) > 0.3
     drawn = draw_classes(labels, rounds=12)
     found = resampled_uncertainty(scores, correct, drawn)
@@ -43,7 +42,7 @@ def test_whole_classes_are_drawn():
     assert not torch.equal(drawn.counts, draw_classes(labels, rounds=500, seed=1).counts)
 
 
-def test_intervals_cover_the_truth():
+def test_intervals_cover_the_true_value():
     """Right answers come class by class: about 95 of 100 intervals hold the true share; over queries, fewer would."""
     held = 0
     for seed in range(100):
@@ -56,7 +55,7 @@ def test_intervals_cover_the_truth():
     assert 88 <= held <= 100
 
 
-def test_what_is_not_defined_is_left_out():
+def test_rounds_without_a_figure_are_left_out():
     drawn = Rounds(torch.tensor([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]]), torch.tensor([0, 0, 1]))
     found = resampled_uncertainty(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, True, False]), drawn)
     assert found["r_auroc"].isnan().tolist() == [True, False, True]
