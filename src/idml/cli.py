@@ -1,21 +1,20 @@
 """The command line: parses, calls, prints. Whatever it does, a Python user can do with one call."""
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from idml.compat import keep_memory
-from idml.training.config import NAMES, TrainConfig, from_dict
+from idml.methods import METHODS
+from idml.methods.options import Option
+from idml.training.config import PRESETS, TrainConfig, common_options, from_dict, methods_with, options_of
 
 if TYPE_CHECKING:
     from idml.progress import Display
@@ -38,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     training.add_argument("--config", metavar="FILE", help="a YAML file with options; flags override it")
     training.add_argument("--resume", action="store_true", help="go on with the run in --out")
     add_options(training)
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["train"]:  # this imports torch
+        add_method_options(training)
 
     showing = commands.add_parser("demo", help="plain loss and IDML on glyphs", description="A first run in minutes.")
     showing.set_defaults(handler=_demo)
@@ -433,37 +434,61 @@ def _show(result: dict[str, Any], as_json: bool, lines: list[str]) -> None:
     print(json.dumps(result) if as_json else "\n".join(lines))
 
 
-# -------------------- options --------------------
-# The fields of `TrainConfig` as command-line flags and as a YAML file.
+# ---- the options of a training run as flags, and as a YAML file ----
 
 
 _LISTED = {"ambiguity": "KIND", "loss_parameters": "NAME=X"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field, ``image_size`` as --image-size, with its documentation as help."""
-    texts, types = _field_texts(), get_type_hints(TrainConfig)
-    words = " or ".join(NAMES)
+    """Add one flag for each option that all methods share, ``image_size`` as --image-size."""
+    words = " or ".join(PRESETS)
     parser.add_argument("--preset", metavar="WORD", help=f"begin with the options of {words}; others override them")
-    for field in dataclasses.fields(TrainConfig):
-        flag, kind = f"--{field.name.replace('_', '-')}", types[field.name]
-        default = "" if field.default in (dataclasses.MISSING, (), None) else f" (default {field.default})"
-        text = (texts.get(field.name, "") + default).replace("%", "%%")
-        if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-        elif field.default == ():
-            parser.add_argument(flag, nargs="*", default=argparse.SUPPRESS, metavar=_LISTED[field.name], help=text)
-        else:
-            convert = next((t for t in (int, float) if kind is t or t in get_args(kind)), str)
-            parser.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=_word(convert), help=text)
+    parser.add_argument(
+        "--freeze-trunk",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="train the heads alone, in seconds: the same as --train heads",
+    )
+    for option in common_options():
+        default = "" if option.default in (dataclasses.MISSING, (), None) else f" (default {option.default})"
+        _add_flag(parser, option, default)
+
+
+def add_method_options(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each option that only some methods have, grouped by the methods that have it."""
+    groups: dict[tuple[str, ...], Any] = {}
+    for name in {name: None for method in METHODS for name in options_of(method)}:
+        methods = methods_with(name)
+        if tuple(methods) not in groups:
+            groups[tuple(methods)] = parser.add_argument_group(f"options of method {', '.join(methods)}")
+        defaults: dict[object, list[str]] = {}
+        for method in methods:
+            defaults.setdefault(options_of(method)[name].default, []).append(method)
+        words = [f"{value} with {', '.join(own)}" for value, own in defaults.items()]
+        only = next(iter(defaults))
+        default = f" (default {'; '.join(words) if len(words) > 1 else only})"
+        _add_flag(groups[tuple(methods)], options_of(methods[0])[name], "" if only is None else default)
+
+
+def _add_flag(parser: Any, option: Option, default: str) -> None:
+    flag, text = f"--{option.name.replace('_', '-')}", (option.text + default).replace("%", "%%")
+    if option.type is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    elif option.name in _LISTED:
+        parser.add_argument(flag, nargs="*", default=argparse.SUPPRESS, metavar=_LISTED[option.name], help=text)
+    else:
+        convert = next((t for t in (int, float) if option.type is t or t in get_args(option.type)), str)
+        metavar = {int: "N", float: "X"}.get(convert, "WORD")
+        parser.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=metavar, help=text)
 
 
 def chosen_options(namespace: argparse.Namespace) -> TrainConfig:
     """The configuration that the flags and the file given by --config describe; flags win."""
     values = _read(Path(namespace.config)) if getattr(namespace, "config", None) else {}
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    values |= {key: value for key, value in vars(namespace).items() if key in names or (key == "preset" and value)}
-    return from_dict(values)
+    ignored = {"command", "handler", "config", "resume", "json"}
+    given = {key: value for key, value in vars(namespace).items() if key not in ignored}
+    return from_dict(values | {key: value for key, value in given.items() if key != "preset" or value})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -478,20 +503,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'name: value' lines")
     return values
-
-
-def _word(convert: type) -> str:
-    return {int: "N", float: "X"}.get(convert, "WORD")
-
-
-def _field_texts() -> dict[str, str]:
-    """The string that stands below each field of the class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for statement, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            value = after.value if isinstance(after, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                texts[statement.target.id] = value.value
-    return texts

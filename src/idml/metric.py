@@ -13,10 +13,8 @@ For two images, or an image and a proxy, with semantic embeddings s and uncertai
     off           D = α                         C' = C                         the baselines
     release       –                             C' as similar, see `_release`  the authors' released code
 
-With ``beta="norms"`` β = ‖u₁‖ + ‖u₂‖ instead, which no two vectors can cancel: for comparison. With ``"relative"``
-β = ‖u₁ + u₂‖ / (its mean over the pairs of the batch): growing every u alike changes nothing. With ``fit`` the rule
-`similar` divides by the mean weight w̄ of the batch, a constant to the gradient: D = α·e^(−x)/w̄, 1 − C' likewise, so
-that thresholds made for α and C fit. Both are for training only.
+With ``fit`` the rule `similar` divides by the mean weight w̄ of the batch, a constant to the gradient: D = α·e^(−x)/w̄,
+1 − C' likewise, so that thresholds made for α and C fit. It is for training only.
 
 Everything comes from matrix products, ‖u₁ + u₂‖² = ‖u₁‖² + ‖u₂‖² + 2u₁·u₂: no [n, m, d] tensor exists.
 An image compared with itself has D = 0 and C' = 1, and passes no gradient.
@@ -31,10 +29,9 @@ from torch import Tensor
 
 from idml.embeddings import Embeddings, full_precision, require_finite, unit_rows
 from idml.errors import unknown_name
-from idml.pairwise import Alpha, Beta, Cosines, NormSum, SelfBeta, SelfCosines, SelfNormSum, Soften
+from idml.pairwise import Alpha, Beta, Cosines, SelfBeta, SelfCosines, Soften
 
 RULES = ("similar", "dissimilar", "strict", "off", "release")
-BETAS = ("sum", "norms", "relative")
 Form = Literal["distance", "cosine"]
 
 _FORMS: dict[str, tuple[Form, ...]] = {
@@ -62,13 +59,11 @@ class IntrospectiveMetric:
     tau: float = 5.0
     gamma: float = 0.0
     rule: str = "similar"
-    beta: str = "sum"
     fit: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (("rule", self.rule, RULES), ("beta", self.beta, BETAS)):
-            if value not in known:
-                raise ValueError(unknown_name(name, value, known))
+        if self.rule not in RULES:
+            raise ValueError(unknown_name("rule", self.rule, RULES))
         if not (isinstance(self.tau, int | float) and 0 < self.tau < math.inf):
             raise ValueError(f"tau must be a positive number, got {self.tau!r}")
         if not (isinstance(self.gamma, int | float) and 0 <= self.gamma < math.inf):
@@ -76,16 +71,13 @@ class IntrospectiveMetric:
         if self.rule == "release":
             if self.tau != _RELEASE_TAU or self.gamma not in (0.0, _RELEASE_GAMMA):
                 raise ValueError("rule 'release' fixes tau = 5 and gamma = 4, as the released code does")
-            if self.beta != "sum":
-                raise ValueError("rule 'release' adds the vectors, as the released code does: beta must be 'sum'")
             object.__setattr__(self, "gamma", _RELEASE_GAMMA)
         if self.fit and self.rule != "similar":
             raise ValueError(f"fit divides what rule 'similar' softens: rule {self.rule!r} has nothing to divide")
 
     def __repr__(self) -> str:
-        beta = "" if self.beta == "sum" else f", beta={self.beta!r}"  # results are kept under what this says
-        fit = ", fit=True" if self.fit else ""
-        return f"IntrospectiveMetric(tau={self.tau!r}, gamma={self.gamma!r}, rule={self.rule!r}{beta}{fit})"
+        fit = ", fit=True" if self.fit else ""  # results are stored under this text
+        return f"IntrospectiveMetric(tau={self.tau!r}, gamma={self.gamma!r}, rule={self.rule!r}{fit})"
 
     def distances(self, embeddings: Embeddings | Tensor, other: Embeddings | Tensor | None = None) -> Tensor:
         """D of every pair [n, m]; without ``other``, of the batch against itself [n, n]."""
@@ -102,7 +94,7 @@ class IntrospectiveMetric:
         alpha = alphas(embeddings, other)
         if self.rule == "off":
             return torch.ones_like(alpha)
-        beta = betas(embeddings, other, self.beta)
+        beta = betas(embeddings, other)
         return torch.exp(-(beta + self.gamma) / (self.tau * alpha.clamp_min(_NO_GAP)))
 
     def _pairs(self, form: Form, a: Embeddings | Tensor, b: Embeddings | Tensor | None) -> Tensor:
@@ -119,7 +111,7 @@ class IntrospectiveMetric:
 
     def _compare(self, form: Form, e: Embeddings, other: Embeddings | None) -> Tensor:
         if self.rule == "similar":
-            softened = soften(e, other, self.tau, self.gamma, form, self.beta)
+            softened = soften(e, other, self.tau, self.gamma, form)
             if not self.fit:
                 return softened
             mean = _mean(self.weights(e, other), alone=other is None).clamp_min(_NO_GAP)
@@ -128,10 +120,10 @@ class IntrospectiveMetric:
             return plain_cosines(e, other) if form == "cosine" else alphas(e, other)
         if self.rule == "strict":
             alpha = alphas(e, other)
-            return alpha * (alpha > betas(e, other, self.beta) + self.gamma)
+            return alpha * (alpha > betas(e, other) + self.gamma)
         if self.rule == "dissimilar":
             gap = alphas(e, other).clamp_min(_NO_GAP)
-            return plain_cosines(e, other) * torch.exp(-(betas(e, other, self.beta) + self.gamma) / (self.tau * gap))
+            return plain_cosines(e, other) * torch.exp(-(betas(e, other) + self.gamma) / (self.tau * gap))
         return _release(e, other)
 
     def _embeddings(self, e: Embeddings | Tensor) -> Embeddings:
@@ -161,26 +153,15 @@ def alphas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
     return alpha
 
 
-def betas(e: Embeddings, other: Embeddings | None = None, kind: str = "sum") -> Tensor:
-    """β = ‖u₁ + u₂‖, or ‖u₁‖ + ‖u₂‖ (``norms``), of every pair: [n, m], or [n, 1] where u₂ = 0 has no dimensions.
-
-    ``relative``: divided by its mean over all pairs but those of an image and itself; 0 where all are 0.
-    """
-    if kind == "relative":
-        return _relative(betas(e, other), alone=other is None)
+def betas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
+    """β = ‖u₁ + u₂‖ of every pair: [n, m], or [n, 1] where u₂ = 0 has no dimensions."""
     if other is not None and other.uncertainty.shape[1] == 0:
         return e.level.unsqueeze(1)
     if e.uncertainty.shape[1] == 0:
         return (e if other is None else other).level.expand(len(e), -1)
     u, v, scale = _scaled(e, other)
-    alone, both = (SelfBeta, Beta) if kind == "sum" else (SelfNormSum, NormSum)
-    beta: Tensor = alone.apply(u) if other is None else both.apply(u, v)
+    beta: Tensor = SelfBeta.apply(u) if other is None else Beta.apply(u, v)
     return beta * scale if scale != 1.0 else beta
-
-
-def _relative(beta: Tensor, *, alone: bool) -> Tensor:
-    """β over its mean."""
-    return beta / _mean(beta, alone=alone).clamp_min(torch.finfo(beta.dtype).tiny)
 
 
 def _mean(pairs: Tensor, *, alone: bool) -> Tensor:
@@ -191,10 +172,10 @@ def _mean(pairs: Tensor, *, alone: bool) -> Tensor:
     return total / count
 
 
-def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form, kind: str = "sum") -> Tensor:
+def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form) -> Tensor:
     """Rule `similar`: D = α·e^(−x) or C' = 1 − (1 − C)·e^(−x), x = (β + γ)/(τα)."""
     out: Tensor = Soften.apply(
-        plain_cosines(e, other), betas(e, other, kind), _squares(e, other), tau, gamma, form == "distance"
+        plain_cosines(e, other), betas(e, other), _squares(e, other), tau, gamma, form == "distance"
     )
     return out
 

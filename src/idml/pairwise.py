@@ -112,40 +112,6 @@ class SelfBeta(torch.autograd.Function):
         return d_u
 
 
-class NormSum(torch.autograd.Function):
-    """β = ‖u‖ + ‖v‖, ∂L/∂u_i = (u_i/‖u_i‖)·Σ_j G_ij, and 0 where u_i = 0."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, v: Tensor) -> Tensor:
-        own, others = (torch.linalg.vector_norm(x, dim=1) for x in (u, v))
-        ctx.save_for_backward(u, v, own, others)
-        beta: Tensor = own.unsqueeze(1) + others
-        return beta
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        u, v, own, others = ctx.saved_tensors
-        return _radial(u, own, grad.sum(dim=1)), _radial(v, others, grad.sum(dim=0))
-
-
-class SelfNormSum(torch.autograd.Function):
-    """The same for a batch against itself."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        own = torch.linalg.vector_norm(u, dim=1)
-        ctx.save_for_backward(u, own)
-        beta: Tensor = own.unsqueeze(1) + own
-        return beta
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        u, own = ctx.saved_tensors
-        return _radial(u, own, grad.sum(dim=1) + grad.sum(dim=0))
-
-
 class Soften(torch.autograd.Function):
     """Rule `similar` as one step, x = (β + γ)/(τα), finite at α = 0.
 
@@ -191,11 +157,6 @@ class Soften(torch.autograd.Function):
             else:
                 torch.mul(torch.linalg.vecdot(softened, factor).unsqueeze(1), sign / ctx.tau, out=d_beta[rows])
         return d_cos, d_beta, None, None, None, None
-
-
-def _radial(u: Tensor, length: Tensor, grad: Tensor) -> Tensor:
-    """∂L/∂u from ∂L/∂‖u‖ [n]; 0 where u has no length."""
-    return u * (grad / length).masked_fill_(length == 0, 0.0).unsqueeze(1)
 
 
 def _blocks(cos: Tensor) -> list[slice]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idml.data.sampling import class_batches, noisy_labels, random_batches, random_stream
+from idml.data.sampling import class_batches, random_batches, random_stream
 
 SIZES = st.lists(st.integers(1, 12), min_size=4, max_size=12)
 
@@ -186,30 +186,3 @@ def test_what_cannot_fill_a_batch_is_said(labels, arguments, message):
 def test_labels_must_be_integers():
     with pytest.raises(ValueError, match="1-D tensor of integers"):
         random_batches(torch.rand(5), 2, seed=0, epoch=0)
-
-
-@given(st.integers(0, 50), st.floats(0, 0.95), st.integers(2, 9))
-def test_noisy_labels_are_wrong_in_the_asked_share(seed, share, classes):
-    labels = torch.arange(60) % classes
-    noisy = noisy_labels(labels, share, classes=classes, seed=seed)
-    assert int((noisy != labels).sum()) == round(share * 60)
-    assert 0 <= int(noisy.min()) <= int(noisy.max()) < classes
-    more = noisy_labels(labels, min(0.99, share + 0.04), classes=classes, seed=seed)
-    assert torch.equal(more[noisy != labels], noisy[noisy != labels])  # a larger share spoils the same and more
-
-
-def test_wrong_labels_are_equally_likely():
-    labels = torch.zeros(9000, dtype=torch.long)
-    counts = noisy_labels(labels, 0.5, classes=4, seed=3).bincount(minlength=4)
-    assert int(counts[0]) == 4500
-    assert bool(((counts[1:] - 1500).abs() < 150).all())
-    first, second = (noisy_labels(labels, 0.5, classes=4, seed=seed) for seed in (1, 2))
-    assert 0.4 < float(((first > 0) == (second > 0)).double().mean()) < 0.6
-
-
-@pytest.mark.parametrize(
-    ("share", "classes", "words"), [(1.0, 3, "lies in 0 … 1"), (-0.1, 3, "lies"), (0.5, 1, "second")]
-)
-def test_bad_noise(share, classes, words):
-    with pytest.raises(ValueError, match=words):
-        noisy_labels(torch.tensor([0, 0]), share, classes=classes, seed=0)

@@ -9,7 +9,7 @@ from idml.labels import LabelSets
 from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model
-from idml.probabilistic import ProbabilisticLoss
+from idml.methods.pel import ProbabilisticLoss
 from idml.training.config import TrainConfig
 from idml.training.distributed import Processes
 from idml.training.step import learn, require_finite_gradients

@@ -7,7 +7,7 @@ CPU generator (``sampling.random_stream``), so they are the same on every device
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,16 +26,12 @@ KINDS = (*MIXTURES, *IN_PLACE)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images, their label sets, which of them are mixtures, and the share λ of the first parent in those.
-
-    Images beyond the labels are ``degraded`` copies of the first ones, which no loss over pairs sees.
-    """
+    """Images, their label sets, which of them are mixtures, and the share λ of the first parent in those."""
 
     images: Tensor
     labels: LabelSets
     mixed: Tensor
     lam: float | None = None
-    degraded: "Degradations | None" = None
 
 
 def apply_ambiguity(
@@ -46,13 +42,12 @@ def apply_ambiguity(
     seed: int,
     epoch: int,
     step: int,
-    mixtures: int | None = None,
 ) -> Batch:
     """A training batch with the given kinds of ambiguity, each with its defaults.
 
     ``low_resolution``, ``blur`` and ``occlusion`` act in place, in this order; then ``mixup`` or ``cutmix`` adds as
-    many mixed images, or the first ``mixtures`` of them. With both of these, each batch draws which one it gets. Every
-    kind has its own random stream: adding one changes nothing about the others.
+    many mixed images. With both of these, each batch draws which one it gets. Every kind has its own random stream:
+    adding one changes nothing about the others.
     """
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in kinds:
@@ -69,9 +64,7 @@ def apply_ambiguity(
         unmixed = torch.zeros(len(images), dtype=torch.bool, device=images.device)
         return Batch(images, LabelSets(_labels_of(images, labels)), unmixed)
     choice = torch.randint(len(mixing), (), generator=random_stream("kind of mixture", seed, epoch, step))
-    whole = with_mixtures(images, labels, mixing[int(choice)], random_stream("mixture", seed, epoch, step))
-    kept = slice(len(images) + (len(images) if mixtures is None else mixtures))
-    return Batch(whole.images[kept], whole.labels[kept], whole.mixed[kept], whole.lam)
+    return with_mixtures(images, labels, mixing[int(choice)], random_stream("mixture", seed, epoch, step))
 
 
 def with_mixtures(
@@ -352,51 +345,6 @@ _STRENGTHS: dict[Kind, tuple[float, ...]] = {
 }
 GRADED = tuple(View(kind, strength) for kind, strengths in _STRENGTHS.items() for strength in strengths)
 MIDDLE = GRADED[1::3]  # the middle one of the three strengths of each kind
-
-
-_HARDEST = {"blur": 0.04, "low_resolution": 0.875, "mixed": 0.5}  # as strong as the strongest views
-
-
-@dataclass(frozen=True, eq=False)
-class Degradations:
-    """How each of n images is made harder: the number of its kind in `KINDS`, and the strength 0 … 1, uniform.
-
-    At strength 1 a blur has σ = 0.04 of the side, low resolution has lost 7/8 of the pixels each way, and half of a
-    mixture is its partner.
-    """
-
-    KINDS: ClassVar[tuple[str, ...]] = tuple(_HARDEST)
-    kind: Tensor
-    strength: Tensor
-    partner: Tensor
-
-    @classmethod
-    def draw(cls, n: int, generator: torch.Generator) -> "Degradations":
-        """Every kind equally often; partners run through a random cycle of the images."""
-        kind = torch.randperm(n, generator=generator) % len(cls.KINDS)
-        strength = torch.rand(n, generator=generator)
-        cycle = torch.randperm(n, generator=generator)
-        return cls(kind, strength, torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(-1)))
-
-    def of(self, images: Tensor) -> Tensor:
-        """The degraded copies of floats [n, c, h, w]."""
-        size, copies = images.shape[2], []
-        for image, number, t, other in zip(
-            images, self.kind.tolist(), self.strength.tolist(), self.partner, strict=True
-        ):
-            kind = self.KINDS[number]
-            strength = t * _HARDEST[kind]
-            if kind == "blur":
-                copies.append(blur(image[None], random_stream("view"), p=1.0, sigma=strength * size))
-            elif kind == "low_resolution":
-                copies.append(low_resolution(image[None], 1 - strength))
-            else:
-                copies.append((1 - strength) * image[None] + strength * images[other][None])
-        return torch.cat(copies)
-
-    def to(self, device: torch.device) -> "Degradations":
-        """The same on a device."""
-        return Degradations(self.kind.to(device), self.strength.to(device), self.partner.to(device))
 
 
 def other_class(labels: Tensor, seed: int) -> Tensor:

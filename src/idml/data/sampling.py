@@ -33,27 +33,6 @@ def random_batches(labels: Tensor, batch_size: int, *, seed: int, epoch: int) ->
     return list(order[: len(order) // batch_size * batch_size].split(batch_size))
 
 
-def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int) -> Tensor:
-    """The labels with round(share · n) of them made wrong, each another of ``classes`` classes, all equally likely.
-
-    Which images, and which wrong label each gets, follows from the seed: a larger share spoils the same and more.
-
-    >>> noisy_labels(torch.tensor([0, 0, 1, 1, 2, 2]), 0.5, classes=3, seed=0)
-    tensor([0, 2, 0, 1, 2, 0])
-    """
-    if not 0 <= share < 1:
-        raise ValueError(f"the share of wrong labels lies in 0 … 1, got {share}")
-    if classes < 2:
-        raise ValueError("a wrong label needs a second class")
-    labels = LabelSets(labels).ids.squeeze(1)
-    generator = random_stream("label noise", seed)
-    chosen = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
-    shift = torch.randint(1, classes, (len(labels),), generator=generator)
-    noisy = labels.clone()
-    noisy[chosen] = (labels[chosen] + shift[chosen]) % classes
-    return noisy
-
-
 def class_batches(labels: Tensor, batch_size: int, per_class: int, *, seed: int, epoch: int) -> list[Tensor]:
     """Return the image numbers of each batch of an epoch: batch_size / m classes with m = ``per_class`` images each.
 

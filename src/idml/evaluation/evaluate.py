@@ -90,7 +90,8 @@ def evaluate_run(
     views = GRADED if graded else MIDDLE
     if len(dataset.test.labels.unique()) > 1:  # images of a single class have nothing to be mixed with
         views = (MIXED, *views)
-    trained = {name: options[0].get(name) for name in ("method", "introspection", "rule", "split")}
+    trained = {name: options[0].get(name) for name in ("method", "teach_u", "rule", "split")}
+    trained["teach_u"] = trained["teach_u"] or options[0].get("introspection")  # its name in older runs
     sets = [None if images is None else images.version for images in (dataset.train, dataset.test, dataset.gallery)]
     parts = (VERSION, models, sets, split, metrics, trained, views)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -177,13 +178,16 @@ def read_run_options(run: Path) -> dict[str, Any]:
 
 def _read_metric(run: Path, options: dict[str, Any]) -> IntrospectiveMetric:
     if "tau" not in options or "gamma" not in options:
-        raise ValueError(f"{run / 'config.yaml'} has no tau and gamma, which the introspective metric needs")
+        raise ValueError(
+            f"{run / 'config.yaml'} has no tau and gamma, which the introspective metric needs: "
+            "methods ism and idml train with them"
+        )
     return IntrospectiveMetric(options["tau"], options["gamma"])
 
 
 def describe_untaught(trained: dict[str, Any]) -> list[str]:
     """A line that says that nothing taught u in a run with these options; none if something did."""
-    method, signal = trained.get("method"), trained.get("introspection")
+    method, signal = trained.get("method"), trained.get("teach_u", trained.get("introspection"))
     if method not in ("plain", "mixup") or signal not in (None, "none"):
         return []
     return [f"the run was trained by {method} alone: nothing taught its uncertainty embedding anything"]

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,7 +17,6 @@ from idml.embeddings import Embeddings, full_precision
 from idml.errors import unknown_name
 from idml.files import write_atomic
 from idml.model.backbones import PACKAGED, Stages, Trunk, build_trunk
-from idml.probabilistic import LOG_VARIANCE_START, standard_deviation
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
@@ -32,8 +30,6 @@ class ModelConfig:
     embedding_dim: int = 512
     uncertainty: Literal["introspective", "gaussian"] = "introspective"
     """What the second head gives: u of the paper, or the σ of the PEL baseline."""
-    bound: float | None = None
-    """Squash ‖u‖ below this, keeping its direction; None leaves u free."""
     detach: bool = False
     """Whether the uncertainty head reads the features without sending gradient back into the trunk."""
     u_hidden: int = 0
@@ -49,8 +45,6 @@ class ModelConfig:
                 raise ValueError(f"{name} must be a positive whole number, got {value!r}")
         if self.uncertainty not in ("introspective", "gaussian"):
             raise ValueError(f"uncertainty must be 'introspective' or 'gaussian', got {self.uncertainty!r}")
-        if self.bound is not None and (type(self.bound) not in (int, float) or not 0 < self.bound < math.inf):
-            raise ValueError(f"bound must be positive, got {self.bound!r}")
         if not isinstance(self.trunk, str):
             raise ValueError(f"trunk must be the name of a network, got {self.trunk!r}")
         if not isinstance(self.detach, bool):
@@ -59,8 +53,6 @@ class ModelConfig:
             raise ValueError(f"u_hidden must be a whole number of at least 0, got {self.u_hidden!r}")
         if self.u_hidden and self.uncertainty == "gaussian":
             raise ValueError("u_hidden goes with uncertainty='introspective': the Gaussian head is linear")
-        if self.bound is not None and self.uncertainty == "gaussian":
-            raise ValueError("bound goes with uncertainty='introspective'; the Gaussian head has its own limits")
 
 
 class Model(nn.Module):
@@ -264,8 +256,11 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     if description is None:
         raise ValueError(f"{path} holds no idml model configuration; it was not written by idml")
     try:
-        return ModelConfig(**json.loads(description)), tensors
-    except (TypeError, ValueError, RecursionError) as error:
+        values = json.loads(description)
+        if values.pop("bound", None) is not None:
+            raise ValueError("its option bound was removed: train the model again without it")
+        return ModelConfig(**values), tensors
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} has a model configuration that this version cannot read ({reason})") from None
 
@@ -274,15 +269,14 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 # The head that gives an image its uncertainty embedding u, or the σ of the PEL baseline.
 
 
+LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
+LOG_VARIANCE_RANGE = (-14.0, 4.0)
 START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
 
 
-def squash(u: Tensor, bound: float) -> Tensor:
-    """u·b·tanh(‖u‖/b)/‖u‖: the length pressed below ``bound``, the direction and zero kept."""
-    scale = u.detach().abs().amax(dim=1, keepdim=True).clamp_min(1.0)  # squares must not overflow
-    small = u / scale
-    length: Tensor = torch.linalg.vector_norm(small, dim=1, keepdim=True).clamp_min(1e-12)
-    return small * (bound * (length * (scale / bound)).tanh() / length)
+def standard_deviation(log_variance: Tensor) -> Tensor:
+    """σ = exp(½·log σ²), log σ² clamped to [−14, 4]."""
+    return (0.5 * full_precision(log_variance).clamp(*LOG_VARIANCE_RANGE)).exp()
 
 
 class UncertaintyHead(nn.Module):
@@ -313,7 +307,7 @@ class UncertaintyHead(nn.Module):
         self.register_buffer("started", torch.tensor(False))
         self.register_buffer("scale", torch.tensor(1.0))
         self._known_started = False  # the same for Python, so that a GPU is not asked at every step
-        self.gaussian, self.bound, self.detach = config.uncertainty == "gaussian", config.bound, config.detach
+        self.gaussian, self.detach = config.uncertainty == "gaussian", config.detach
 
     def forward(self, features: Tensor) -> Tensor:
         """u or σ for each row of features [n, dim]."""
@@ -325,16 +319,7 @@ class UncertaintyHead(nn.Module):
             self._known_started = bool(self.started)
         features = self._behind(features)
         out = full_precision(nn.functional.linear(features, self.linear.weight)) * self.scale + self.linear.bias
-        if self.gaussian:
-            return standard_deviation(out)
-        return out if self.bound is None else squash(out, self.bound)
-
-    @torch.no_grad()
-    def silence(self) -> None:
-        """Give every image u = 0, for a metric with a fixed uncertainty."""
-        self.linear.weight.zero_()
-        self.linear.bias.zero_()
-        self.started.fill_(True)
+        return standard_deviation(out) if self.gaussian else out
 
     @torch.no_grad()
     def _start(self, features: Tensor) -> None:

@@ -28,7 +28,7 @@ from idml.losses import build_loss
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
 from idml.model.feature_cache import CLEAN, features_of
-from idml.probabilistic import gaussian_kl_distances
+from idml.methods.pel import gaussian_kl_distances
 from idml.reproduction.claims import Estimate, Found, estimate, gain, paper_gain
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import Arms, named_regime
@@ -266,7 +266,9 @@ def take_one_step(model: Model, config: TrainConfig, images: ImageSet) -> dict[s
     features = torch.from_numpy(features_of(model, CLEAN.images(pixels, numbers, model.trunk.image_size)))
     labels = images.labels[numbers]
     before = model.embed_features(features)
-    metrics = {"plain": IntrospectiveMetric(rule="off"), "introspective": IntrospectiveMetric(config.tau, config.gamma)}
+    options = config.method_options.metric
+    introspective = IntrospectiveMetric(options.tau, options.gamma)
+    metrics = {"plain": IntrospectiveMetric(rule="off"), "introspective": introspective}
     gradients = {name: _gradient(model, features, labels, metric) for name, metric in metrics.items()}
     plain, moved = gradients["plain"]
     length = _STEP * float(model.semantic.weight.detach().norm() / plain.norm().clamp_min(1e-12))

@@ -30,7 +30,7 @@ def measure_run(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddi
     model = fold_as_trained(load_model(run), config).to(Processes().device)
 
     def embedded(pixels: Pixels, view: View = CLEAN) -> Embeddings:
-        return embed_view(model, pixels, view, keep=config.part != "all", last=config.part == "last")
+        return embed_view(model, pixels, view, keep=config.train != "all", last=config.train == "last")
 
     test = _pixels(dataset.test, model.trunk.image_size)
     labels, known = test.images.labels[test.usable], dict[str, Any]()
@@ -49,8 +49,9 @@ def measure_run(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddi
     }
     if test.images.ambiguous is not None:
         found["auroc_twins"] = auroc(clean.level, test.images.ambiguous[test.usable])
-    if config.method in ("idml", "ism") and config.rule == "similar":
-        softened = class_sums(clean, labels, **known, metric=IntrospectiveMetric(config.tau, config.gamma))
+    options = getattr(config.method_options, "metric", None)
+    if options is not None and options.rule == "similar":
+        softened = class_sums(clean, labels, **known, metric=IntrospectiveMetric(options.tau, options.gamma))
         found["introspective"] = {"selected": softened.figures, "classes": stored_sums(softened)}
     return found
 
@@ -103,7 +104,7 @@ def _course(config: TrainConfig, run: Path) -> dict[str, Any]:
     """The course of training: images seen, the time of its steps, u at its end, and means over each epoch."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    images = config.batch_size + config.mixed_images
+    images = config.batch_size + config.added_images
     found: dict[str, Any] = {
         "images_seen": len(steps) * images,
         "training_seconds": round(sum(images / row["images/s"] for row in steps), 1),

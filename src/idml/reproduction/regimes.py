@@ -127,7 +127,7 @@ def named_regime(name: str, data: str) -> Regime:
 def _paper_regime(data: str) -> Regime:
     """The preset ``paper``. Its rates: the paper's text, its authors' commands, and one between."""
     options = preset("paper", data)
-    apart = ("lr", "tau", "gamma", "method", "introspection")
+    apart = ("lr", "tau", "gamma", "method")
     base = {key: value for key, value in options.items() if key not in apart}
     speed = Speed(400, 300, "one NVIDIA A100, assumed: ResNet-50 trains on 400 images/s at 224 px in float32")
     return Regime("paper", {**base, **UNTAUGHT_U}, speed, rates=(1e-5, 1e-4, float(options["lr"])))

@@ -223,7 +223,7 @@ def _job_names(store: Store, at: Course, seeds: int) -> list[str]:
 def _expected_images(store: Store, cell: Cell, images: int) -> float:
     """How many images a run sees in training, including mixtures."""
     config = store.config(cell, Path("cell"))
-    mixed = 1 + config.mixed_images / config.batch_size
+    mixed = 1 + config.added_images / config.batch_size
     return config.epochs * images * (1 - config.holdout) * mixed
 
 

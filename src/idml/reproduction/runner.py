@@ -20,7 +20,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from idml.embeddings import Embeddings
 from idml.files import lock_file, write_atomic
 from idml.progress import Note, Progress, silent
 from idml.reproduction.measure import measure_raw, measure_run
-from idml.reproduction.regimes import Arm, Regime
+from idml.reproduction.regimes import UNTAUGHT_U, Arm, Regime
 from idml.reproduction.stored_results import CELLS, Row, StoredRows
-from idml.training.config import TrainConfig, from_dict
+from idml.training.config import TrainConfig, from_dict, options_of
 from idml.training.distributed import Processes
 from idml.training.loop import train
 
@@ -101,8 +101,9 @@ class Store:
     def config(self, cell: Cell, out: Path) -> TrainConfig:
         """Return the options of a cell as `idml train` reads them; what it refuses is a ``ValueError``."""
         options = {**self.regime.base, **cell.options}
-        options["introspection"] = options.pop("teach_u")
-        return from_dict({**options, "data": self.data, "out": str(out)})
+        own = options_of(options.get("method", TrainConfig.method))
+        shared = {key: v for key, v in options.items() if key in own or UNTAUGHT_U.get(key, MISSING) != v}
+        return from_dict({**shared, "data": self.data, "out": str(out)})
 
     def read(self, cell: Cell) -> Row | None:
         """Return what was measured, or None if the cell has to be made."""

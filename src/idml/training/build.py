@@ -1,49 +1,50 @@
-"""The model and the loss that the options of a run describe."""
+"""The model, the method and the optimiser that the options of a run describe."""
 
 import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from idml.losses import LOSSES, MetricLoss, ProxyLoss, build_loss
-from idml.metric import IntrospectiveMetric
+from idml.losses import LOSSES
+from idml.methods import find_method
+from idml.methods.base import Method, Task
 from idml.model import Model, build_model
 from idml.model.backbones import Stages
 from idml.model.bn_folding import fold_frozen_normalisation
-from idml.probabilistic import ProbabilisticLoss
 from idml.training.config import TrainConfig
 
+# ---- model and method ----
 
-def build(config: TrainConfig, classes: int) -> tuple[Model, MetricLoss | ProbabilisticLoss]:
-    """A new model and its loss over ``classes`` classes."""
-    options: dict[str, Any] = _parameters(config)
-    if config.proxy_uncertainty:
-        if not issubclass(LOSSES.get(config.loss, ProxyLoss), ProxyLoss):
-            raise ValueError(f"proxy_uncertainty is for losses with proxies: {config.loss} has none")
-        options["proxy_uncertainty"] = True
-    rule = config.rule if config.introspective else "off"
-    metric = IntrospectiveMetric(config.tau, config.gamma, rule, config.beta, config.fit)
-    loss = build_loss(config.loss, metric=metric, num_classes=classes, embedding_dim=config.embedding_dim, **options)
+
+def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Method]:
+    """A new model and the method that trains it on images with these ``labels`` [n] of ``classes`` classes."""
+    kind = find_method(config.method)
+    task = Task(
+        loss=config.loss,
+        classes=classes,
+        embedding_dim=config.embedding_dim,
+        loss_parameters=_loss_parameters(config),
+        ambiguity=config.ambiguity,
+        proxy_lr=config.proxy_lr,
+        labels=labels,
+        seed=config.seed,
+    )
+    method = kind(config.method_options, task)
     model = build_model(
         config.trunk,
         pretrained=config.pretrained,
         embedding_dim=config.embedding_dim,
-        uncertainty="gaussian" if config.probabilistic else "introspective",
-        bound=config.bound,
-        detach=config.detached,
-        u_hidden=config.u_hidden or 0,
         image_size=config.image_size,
+        **kind.model_options(config.method_options),
     )
-    if config.part == "last":
+    if config.train == "last":
         Stages(model.trunk)  # refuses a trunk whose last stage is not known
     fold_as_trained(model, config)
-    if config.constant:
-        model.uncertainty.silence()
-    return model, ProbabilisticLoss(loss) if config.probabilistic else loss
+    return model, method
 
 
-def _parameters(config: TrainConfig) -> dict[str, float]:
+def _loss_parameters(config: TrainConfig) -> dict[str, float]:
     """The parameters that words like negative_margin=0.75 give the loss; whole numbers stay whole."""
     found: dict[str, float] = {}
     for word in config.loss_parameters:
@@ -61,43 +62,70 @@ def _parameters(config: TrainConfig) -> dict[str, float]:
 
 
 def fold_as_trained(model: Model, config: TrainConfig) -> Model:
-    """The model, its frozen normalisation folded if the run trains what lies around it; its tests are faster too."""
-    if config.part != "heads" and config.normalises_frozen:
+    """The model, with frozen batch normalisation folded into the layers before it if the run trains those.
+
+    A folded model is also faster in tests.
+    """
+    if config.train != "heads" and config.keeps_bn_statistics:
         fold_frozen_normalisation(model.trunk)
     return model
 
 
-# -------------------- optimiser --------------------
-# What learns, and how fast: parameter groups, learning rate, frozen parts.
+@torch.no_grad()
+def start_at_principal_components(model: Model, features: Tensor) -> None:
+    """Start the semantic head at s = W(f − f̄), the rows of W the directions in which the features [n, width] vary most.
 
-
-def build_optimiser(model: Model, loss: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over what learns of the trunk, the heads, and the loss's own parameters, each with its learning rate.
-
-    Proxies learn faster than the rest. Their uncertainty, if they have one, learns as fast as the images' own: with the
-    proxies' rate it would leave any sensible length within a few steps.
+    A random head would lose most of what a pretrained trunk knows. With more dimensions than the features have, the
+    rest of s starts at 0.
     """
-    own = dict(loss.named_parameters())
-    uncertain = {name for name in own if name.endswith("proxy_uncertainty")}
+    x = features.cpu().double()
+    mean = x.mean(dim=0)
+    x = x - mean
+    rows = _principal_directions(x)[: model.config.embedding_dim]
+    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    rows = rows * largest.sign()  # a direction has no sign of its own
+    weight, bias = model.semantic.weight, model.semantic.bias
+    weight.zero_()
+    bias.zero_()
+    weight[: len(rows)] = rows.to(weight)
+    bias[: len(rows)] = -(rows @ mean).to(bias)
+
+
+def _principal_directions(x: Tensor) -> Tensor:
+    """Orthonormal rows, those along which ``x`` varies most first."""
+    rows: Tensor
+    try:
+        rows = torch.linalg.eigh(x.T @ x)[1].T.flip(0)  # eigenvalues ascend
+    except RuntimeError:  # not found, on some CPUs, where a few images span less than the features' width
+        rows = torch.linalg.svd(x)[2]
+    return rows
+
+
+# ---- what learns, and how fast ----
+
+
+def build_optimiser(model: Model, method: Method, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW over what learns of the trunk, the heads, and the method's own parameters, each with its learning rate."""
+    heads = [*model.semantic.parameters(), *model.uncertainty.parameters()]
     groups: list[dict[str, Any]] = [
         {"params": trunk_parameters(model, config), "factor": 1.0},
-        {"params": list(model.semantic.parameters()), "factor": 1.0},
-        {"params": list(model.uncertainty.parameters()), "factor": config.u_lr},
-        {"params": [p for name, p in own.items() if name not in uncertain], "factor": config.proxy_lr},
-        {"params": [own[name] for name in uncertain], "factor": config.u_lr},
+        {"params": heads, "factor": 1.0},
     ]
+    own, factors = dict(method.named_parameters()), method.learning_rate_factors()
+    for factor in sorted(set(factors.values())):
+        groups.append({"params": [own[name] for name in own if factors[name] == factor], "factor": factor})
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, weight_decay=config.weight_decay)
 
 
 def trunk_parameters(model: Model, config: TrainConfig) -> list[nn.Parameter]:
     """The parameters of the trunk that learn."""
-    if config.part == "last":
+    if config.train == "last":
         return list(model.stages.last.parameters())
-    return list(model.trunk.parameters()) if config.part == "all" else []
+    return list(model.trunk.parameters()) if config.train == "all" else []
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, epoch: int, steps: int, step: int) -> None:
-    """The learning rate is a function of the step alone; ``steps`` is how many an epoch has."""
+    """Set the learning rate, a function of the step alone; ``steps`` is how many an epoch has."""
     if config.schedule == "step":
         share = config.step_factor ** (epoch // config.step_epochs)
     elif config.schedule == "cosine":
@@ -109,12 +137,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, epo
 
 
 def set_modes(model: Model, config: TrainConfig, epoch: int) -> None:
-    """During warm-up and with a frozen trunk the heads alone learn; batch normalisation may keep its statistics."""
+    """Freeze what does not learn in an epoch: the trunk during warm-up, and frozen batch normalisation always."""
     model.train()
     model.trunk.requires_grad_(False)
     for parameter in trunk_parameters(model, config):
         parameter.requires_grad_(epoch >= config.warmup_epochs)
-    if config.normalises_frozen:
+    if config.keeps_bn_statistics:
         for module in model.trunk.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()

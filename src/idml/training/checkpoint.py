@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on, in one safetensors file that is written whole or not at all."""
+"""Checkpoints: everything a run needs to continue, in one safetensors file that is written whole or not at all."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,14 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from idml.files import lock_file, write_atomic
-from idml.training.config import TrainConfig, difference, from_dict
+from idml.training.config import TrainConfig, from_dict, list_differences, to_dict
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: ``step`` steps are done, and the best held-out result was seen at ``best_step``."""
+    """How far a run is: ``step`` steps are done, of which ``epoch_start`` before the current ``epoch``.
+
+    The best held-out result was seen at ``best_step``.
+    """
 
     step: int = 0
+    epoch: int = 0
+    epoch_start: int = 0
     best_step: int = -1
     best_score: float = -1.0
 
@@ -24,23 +29,20 @@ class Position:
 def save_checkpoint(
     path: Path,
     model: nn.Module,
-    loss: nn.Module,
+    method: nn.Module,
     optimizer: torch.optim.Optimizer,
     progress: Position,
     config: TrainConfig,
     dataset: str,
-    introspection: nn.Module | None = None,
 ) -> None:
-    """Everything that changes during training; the random numbers need no saving, they follow from the step."""
+    """Write everything that changes during training. Random numbers need no saving: they follow from the step."""
     from safetensors.torch import save
 
     tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
-    tensors |= {f"loss.{k}": v for k, v in loss.state_dict().items()}
-    if introspection is not None:
-        tensors |= {f"introspection.{k}": v for k, v in introspection.state_dict().items()}
+    tensors |= {f"method.{k}": v for k, v in method.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{number}.{k}": torch.as_tensor(v) for k, v in state.items()}
-    note = {"progress": asdict(progress), "config": asdict(config), "dataset": dataset}
+    note = {"progress": asdict(progress), "config": to_dict(config), "dataset": dataset}
     data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata={"idml": json.dumps(note)})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
@@ -49,34 +51,36 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path,
     model: nn.Module,
-    loss: nn.Module,
+    method: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
     dataset: str,
-    introspection: nn.Module | None = None,
 ) -> Position:
-    """Put a checkpoint back; one of another configuration or data set is refused with the difference."""
+    """Restore a checkpoint; one of another configuration or data set is refused with the difference."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             note = json.loads(file.metadata()["idml"])
-            before, data, progress = from_dict(note["config"]), note["dataset"], Position(**note["progress"])
+            options, data, progress = dict(note["config"]), note["dataset"], Position(**note["progress"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a sound checkpoint ({str(error).splitlines()[0]})") from None
-    changed = difference(before, config)
+    another_version = f"{path} was written by another version of idml: train into a new directory"
+    try:
+        before = from_dict(options)
+    except ValueError as error:
+        raise ValueError(f"{another_version} ({error})") from None
+    changed = list_differences(before, config)
     if changed:
         raise ValueError(f"cannot resume with other options: {'; '.join(changed)}")
     if data != dataset:
         raise ValueError(f"cannot resume on other data: {config.data} no longer holds the images this run began with")
     try:
         model.load_state_dict(_below("model.", tensors))
-        loss.load_state_dict(_below("loss.", tensors))
-        if introspection is not None:
-            introspection.load_state_dict(_below("introspection.", tensors))
-    except RuntimeError:  # the same options, yet other tensors
-        raise ValueError(f"{path} was written by another version of idml; begin the run anew") from None
+        method.load_state_dict(_below("method.", tensors))
+    except RuntimeError:  # the same options, but other tensors
+        raise ValueError(another_version) from None
     state = optimizer.state_dict()
     moments: dict[int, dict[str, Tensor]] = {}
     for name, tensor in _below("optimizer.", tensors).items():

@@ -1,8 +1,8 @@
-"""Several processes, each with its share of every batch; the loss sees the whole batch, as one process would.
+"""Several processes, each with its share of every batch. The loss sees the whole batch, as one process would.
 
 Each process embeds its share, the embeddings are gathered with their gradient, every process computes the same loss
-of the whole batch, and the trunk's and heads' gradients are summed. What belongs to the loss (proxies) gets the same
-gradient everywhere, so it needs no exchange.
+of the whole batch, and the trunk's and heads' gradients are summed. What belongs to the method (such as proxies) gets
+the same gradient everywhere, so it needs no exchange.
 """
 
 import atexit
@@ -28,14 +28,17 @@ class Processes:
             atexit.unregister(_leave)  # so that it is there once
             atexit.register(_leave)
 
-    def require_shares(self, batch_size: int, mixtures: int) -> None:
-        """Refuse a batch that cannot be shared equally."""
-        for name, count in (("batch_size", batch_size), ("the number of mixtures in a batch,", mixtures)):
+    def check_shares(self, batch_size: int, added: int) -> None:
+        """Raise ``ValueError`` for a batch that cannot be shared equally."""
+        for name, count in (
+            ("batch_size", batch_size),
+            ("the number of images added to a batch,", added),
+        ):
             if count % self.count:
                 raise ValueError(f"{name} {count} is not a multiple of the {self.count} processes")
 
     def share(self, rows: Tensor) -> Tensor:
-        """Every count-th row, so that all shares hold originals and mixtures alike."""
+        """Every count-th row, so that all shares hold original and added images."""
         return rows[self.rank :: self.count]
 
     def gather(self, share: Embeddings) -> Embeddings:
@@ -68,7 +71,7 @@ class Processes:
                         distributed.all_reduce(statistics)
                         statistics /= self.count
 
-    def start_alike(self, *modules: nn.Module) -> None:
+    def broadcast(self, *modules: nn.Module) -> None:
         """Give every process the first one's parameters and buffers."""
         if self.count > 1:
             for module in modules:
@@ -76,7 +79,7 @@ class Processes:
                     distributed.broadcast(tensor, 0)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process: all of them get the same answer."""
+        """Whether the flag is set in any process: all of them get the same answer."""
         if self.count == 1:
             return flag
         flags = torch.tensor(float(flag), device=self.device)
@@ -85,7 +88,7 @@ class Processes:
 
 
 def _leave() -> None:
-    """Part from the other processes in order: what ends without can be aborted by its own threads."""
+    """End the process group in order: a process that exits without this can be aborted by its own threads."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What a run watches: its uncertainty, its log, and whether it is asked to stop."""
+"""The log of a run: figures of its uncertainty, log.jsonl, the stop signal, and report.html."""
 
 import html
 import io
@@ -16,42 +16,25 @@ from torch import Tensor
 from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.files import write_atomic
-from idml.metric import IntrospectiveMetric
 from idml.report_html import page, picture, table
 from idml.training.config import TrainConfig
 
 
 @torch.no_grad()
-def uncertainty_figures(embeddings: Embeddings, mixed: Tensor, config: TrainConfig) -> dict[str, float]:
-    """‖u‖ of clean and mixed images, its spread among the clean ones, and the mean weight e^(−x) of clean pairs."""
+def measure_uncertainty(embeddings: Embeddings, mixed: Tensor) -> dict[str, float]:
+    """‖u‖ of clean and of mixed images, and its spread among the clean ones."""
     clean = embeddings[~mixed].detach()
     row = {"level_clean": float(clean.level.mean())}
     if bool(mixed.any()):
         row["level_mixed"] = float(embeddings[mixed].level.mean())
     row["level_spread"] = float(clean.level.std() / clean.level.mean().clamp_min(1e-12)) if len(clean) > 1 else 0.0
-    if config.introspective and len(clean) > 1:
-        weights = IntrospectiveMetric(config.tau, config.gamma, beta=config.beta).weights(clean)
-        row["weight"] = float((weights.sum() - weights.diagonal().sum()) / (len(clean) * (len(clean) - 1)))
     return row
-
-
-def uncertainty_warnings(rows: list[dict[str, Any]], config: TrainConfig) -> list[str]:
-    """The two ways in which an uncertainty says nothing."""
-    if not (config.introspective and rows) or config.constant:
-        return []
-    tail = rows[-max(1, len(rows) // 4) :]
-    level, spread, weight = (sum(r[key] for r in tail) / len(tail) for key in ("level_clean", "level_spread", "weight"))
-    if level < 1e-3:
-        return [f"the uncertainty has collapsed: mean ‖u‖ {level:.1e}, the metric is the plain one"]
-    if weight < 0.8 and spread < 0.1:
-        return [f"the uncertainty is inflated: ‖u‖ {level:.2f} for every image alike, mean weight {weight:.2f}"]
-    return []
 
 
 class Log:
     """The rows of a run: log.jsonl, one JSON object a line, and with ``board`` the same figures for TensorBoard.
 
-    Rows after ``step`` (the checkpoint a run goes on from) will be made again, so they go.
+    Rows after ``step``, the checkpoint that a run continues from, are removed: they will be written again.
     """
 
     def __init__(self, run: Path, step: int, *, board: bool = True) -> None:
@@ -75,7 +58,7 @@ class Log:
                 self.board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write what is left and close the files."""
         self.file.close()
         if self.board is not None:
             self.board.close()
@@ -90,29 +73,31 @@ def _step_of(line: str) -> float:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has arrived since; the old handler comes back at the end, and gets what nobody heeded."""
+    """Yield a function that says whether SIGTERM has arrived; restore the old handler on exit.
+
+    A signal that arrives and does not end the block is passed on to the old handler.
+    """
     arrived: list[int] = []
-    unheeded = False
+    pending = False
     try:
         before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread: it cannot handle signals
         yield lambda: False
         return
     try:
         yield lambda: bool(arrived)
-        unheeded = bool(arrived)  # it came during the last test, say: the next run of a table must not begin
+        pending = bool(arrived)  # for example during the last test: the next run of a table must not begin
     finally:
         signal.signal(signal.SIGTERM, before)
-    if unheeded:
+    if pending:
         signal.raise_signal(signal.SIGTERM)
 
 
-# -------------------- report --------------------
-# report.html of a run: loss, uncertainty of clean against mixed images, held-out recall, images ranked by ‖u‖.
+# ---- report.html: loss, ‖u‖ of clean and mixed images, held-out recall, images ranked by ‖u‖ ----
 
 
 def write_report(run: Path, config: TrainConfig, metrics: dict[str, Any], pixels: Pixels, level: Tensor) -> None:
-    """The report of a finished run; ``level`` is ‖u‖ of the test images in ``pixels.usable``'s order."""
+    """Write the report of a finished run; ``level`` is ‖u‖ of the test images in ``pixels.usable``'s order."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     figures = [[name, *(f"{value:.1%}" for value in metrics[name].values())] for name in ("selected", "last")]
     order, count = level.argsort(), min(16, len(level))
@@ -143,7 +128,7 @@ def _curves(rows: list[dict[str, Any]]) -> str:
 
     steps = [row for row in rows if "loss" in row]
     held_out = [row for row in rows if "held_out_recall@1" in row]
-    figure = Figure(figsize=(11, 3.2))  # margins by hand: finding them would take longer than drawing
+    figure = Figure(figsize=(11, 3.2))  # fixed margins: computing them takes longer than drawing
     loss, level, recall = figure.subplots(1, 3, gridspec_kw={"left": 0.06, "right": 0.99, "bottom": 0.16, "top": 0.9})
     at = [row["step"] for row in steps]
     loss.plot(at, _smooth([row["loss"] for row in steps]))

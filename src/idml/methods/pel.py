@@ -1,26 +1,28 @@
-"""Probabilistic embedding learning (PEL), the baseline the paper compares with.
+"""PEL: probabilistic embedding learning, the baseline that the paper compares with; alone and with Mixup.
 
-An image is a Gaussian N(μ, σ²) in the manner of hedged instance embeddings (Oh et al., 2019). Its `Embeddings`
-hold μ as the semantic part and σ as the uncertainty part, so ``level`` = ‖σ‖ is its uncertainty level. Training
-draws K samples of every image, puts them back on the sphere, pairs sample k with sample k, averages the loss
-over k and adds a small pull towards N(0, I). Testing uses μ.
+An image is a Gaussian N(μ, σ²), as in hedged instance embeddings (Oh et al., 2019). Its `Embeddings` hold μ as the
+semantic part and σ as the uncertainty part, so ``level`` = ‖σ‖ is its uncertainty level. Training draws K samples of
+every image, normalises them, and pairs sample k with sample k. The loss is averaged over k, and a small KL divergence
+to N(0, I) is added. Tests use μ.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from idml.data.augment import Batch
 from idml.embeddings import Embeddings, full_precision, unit_rows
 from idml.labels import LabelSets
-from idml.losses.base import MetricLoss
+from idml.losses import MetricLoss
+from idml.methods.base import Method, Task
+from idml.methods.mixup import MixtureOptions, choose_mixture_kinds
+from idml.methods.options import check_number
+from idml.metric import IntrospectiveMetric
 
-LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
-LOG_VARIANCE_RANGE = (-14.0, 4.0)
 _SEEDS = 1 << 63  # how many a generator knows
-
-
-def standard_deviation(log_variance: Tensor) -> Tensor:
-    """σ = exp(½·log σ²), log σ² clamped to [−14, 4]."""
-    return (0.5 * full_precision(log_variance).clamp(*LOG_VARIANCE_RANGE)).exp()
 
 
 def sample(embeddings: Embeddings, count: int, seed: int | None = None) -> Tensor:
@@ -102,3 +104,85 @@ class ProbabilisticLoss(nn.Module):
         seeds = [None if seed is None else (seed * self.samples + k) % _SEEDS for k in range(self.samples)]
         losses = torch.stack([self.loss(x, labels, seed=s) for x, s in zip(drawn, seeds, strict=True)])
         return losses.mean() + self.kl_weight * kl_to_standard_normal(embeddings)
+
+
+# ---- the methods ----
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The samples of a Gaussian and the pull towards N(0, I)."""
+
+    samples: int = 8
+    """Samples K that are drawn of every image."""
+    kl_weight: float = 1e-4
+    """Weight of the KL divergence to N(0, I)."""
+
+    def __post_init__(self) -> None:
+        check_number("samples", self.samples, at_least=1, whole=True)
+        check_number("kl_weight", self.kl_weight, at_least=0)
+
+    def build_loss(self, task: Task) -> ProbabilisticLoss:
+        """The loss of the run over samples."""
+        plain = task.build_loss(IntrospectiveMetric(rule="off"))
+        return ProbabilisticLoss(plain, samples=self.samples, kl_weight=self.kl_weight)
+
+
+@dataclass(frozen=True)
+class PelOptions:
+    """Options of PEL."""
+
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+class Pel(Method):
+    """L = mean_k loss(sample k) + kl_weight·KL; the second head gives σ."""
+
+    Options = PelOptions
+    options: PelOptions
+
+    def __init__(self, options: PelOptions, task: Task) -> None:
+        super().__init__(options, task)
+        self.metric_loss = options.sampling.build_loss(task)
+
+    @classmethod
+    def model_options(cls, options: PelOptions) -> dict[str, Any]:
+        """A head for σ."""
+        return {"uncertainty": "gaussian"}
+
+    def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
+        """The loss of all pairs of samples."""
+        return {"pairs": self.metric_loss(embeddings, batch.labels, seed=seed)}
+
+
+@dataclass(frozen=True)
+class PelMixupOptions:
+    """Options of PEL with Mixup."""
+
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    mixtures: MixtureOptions = field(default_factory=MixtureOptions)
+
+
+class PelMixup(Method):
+    """PEL over original images and mixtures."""
+
+    Options = PelMixupOptions
+    options: PelMixupOptions
+
+    def __init__(self, options: PelMixupOptions, task: Task) -> None:
+        super().__init__(options, task)
+        self.metric_loss = options.sampling.build_loss(task)
+
+    @classmethod
+    def model_options(cls, options: PelMixupOptions) -> dict[str, Any]:
+        """A head for σ."""
+        return {"uncertainty": "gaussian"}
+
+    @classmethod
+    def mixture_kinds(cls, ambiguity: Sequence[str]) -> tuple[str, ...]:
+        """The kinds that the user asks for, else Mixup."""
+        return choose_mixture_kinds(ambiguity)
+
+    def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
+        """The loss of all pairs of samples, of originals and mixtures."""
+        return {"pairs": self.options.mixtures.loss(self.metric_loss, embeddings, batch, seed)}

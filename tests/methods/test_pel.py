@@ -4,7 +4,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from idml import Embeddings, IntrospectiveMetric, LabelSets
 from idml.losses import LOSSES, build_loss
-from idml.probabilistic import (
+from idml.methods.pel import (
     ProbabilisticLoss,
     gaussian_kl_distances,
     kl_to_standard_normal,

@@ -1,0 +1,138 @@
+"""What a method is: everything that differs between plain training, IDML, PEL and other ways to train.
+
+The training loop knows no method by name. It asks a method, in this order:
+
+    Options                  the options that exist only with this method, as a frozen dataclass
+    check_options            whether they make sense together with the loss and with what is trained
+    model_options            what the method needs of the model, as fields of `ModelConfig`
+    learning_rate_factors    how fast the method's own parameters learn
+    start_epoch              what it does before an epoch, such as clustering the training images
+    add_images               what it adds to a batch, such as mixtures
+    loss                     the loss of a batch from its embeddings, in named terms
+    measure, warn            what it adds to the log, and what a person should be told
+
+A method is a ``torch.nn.Module``. Its parameters are trained, and all of its state (parameters and buffers) goes into
+the checkpoint: what a method has to remember between two steps is a buffer. Random choices are functions of the seed
+that a hook gets. Then a run that was killed ends with the same weights as one that was not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from idml.data.augment import MIXTURES, Batch, apply_ambiguity
+from idml.embeddings import Embeddings
+from idml.losses import MetricLoss, build_loss
+from idml.metric import IntrospectiveMetric
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What a run gives its method: the loss, the size of the embeddings, and the training images."""
+
+    loss: str
+    """Name of the metric loss."""
+    classes: int
+    """How many classes are trained on."""
+    embedding_dim: int
+    """Size of s and of u."""
+    loss_parameters: Mapping[str, float] = field(default_factory=dict)
+    """Parameters of the loss that differ from its defaults."""
+    ambiguity: tuple[str, ...] = ()
+    """The kinds of ambiguous images that the user asked for."""
+    proxy_lr: float = 100.0
+    """Learning rate of the loss's own parameters, in units of the model's."""
+    labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    """The class of every training image. `Method.loss` gets the places of a batch's images in it."""
+    seed: int = 0
+    """The seed of the run."""
+
+    def build_loss(self, metric: IntrospectiveMetric, **options: Any) -> MetricLoss:
+        """The metric loss of the run, with pairs compared by ``metric``."""
+        parameters: dict[str, Any] = {**self.loss_parameters, **options}
+        return build_loss(
+            self.loss, metric=metric, num_classes=self.classes, embedding_dim=self.embedding_dim, **parameters
+        )
+
+
+class Method(nn.Module):
+    """The hooks of a method, with what plain training does as their defaults; `loss` is the one each method writes."""
+
+    Options: ClassVar[type]
+    """The method's own options: a frozen dataclass whose fields all have a default."""
+    options: Any
+
+    def __init__(self, options: Any, task: Task) -> None:
+        super().__init__()
+        self.options, self.task = options, task
+
+    @classmethod
+    def check_options(cls, options: Any, *, train: str, loss: str) -> None:
+        """Raise ``ValueError`` where the options contradict each other, what is trained, or the loss."""
+
+    @classmethod
+    def model_options(cls, options: Any) -> dict[str, Any]:
+        """Fields of `ModelConfig` that the method needs."""
+        return {}
+
+    def learning_rate_factors(self) -> dict[str, float]:
+        """The learning rate of each of the method's own parameters, in units of the model's.
+
+        A learned uncertainty of proxies learns as fast as the model. At the rate of the proxies it would grow too
+        long within a few steps.
+        """
+        names = [name for name, _ in self.named_parameters()]
+        return {name: 1.0 if name.endswith("proxy_uncertainty") else self.task.proxy_lr for name in names}
+
+    def start_epoch(self, epoch: int, embed: Callable[[], tuple[Tensor, Embeddings]]) -> None:
+        """Prepare an epoch; ``embed`` gives the places in ``task.labels`` of all readable images, and their embeddings.
+
+        These are seen as in a test. A resumed epoch is not started again: what it needs is in the method's buffers.
+        """
+
+    # ---- what a batch consists of ----
+
+    @classmethod
+    def mixture_kinds(cls, ambiguity: Sequence[str]) -> tuple[str, ...]:
+        """The kinds of mixtures in a batch: here, those that the user asks for."""
+        return tuple(kind for kind in ambiguity if kind in MIXTURES)
+
+    @classmethod
+    def count_added(cls, options: Any, ambiguity: Sequence[str], n: int) -> int:
+        """How many images `add_images` adds to a batch of n."""
+        return n if cls.mixture_kinds(ambiguity) else 0
+
+    def added_key(self) -> tuple[Any, ...]:
+        """What the added images depend on, beside the batch itself. A frozen trunk keeps their features under it."""
+        return self.mixture_kinds(self.task.ambiguity)
+
+    def add_images(self, images: Tensor, labels: Tensor, *, seed: int, epoch: int, step: int) -> Batch:
+        """The images of a step [n, c, h, w] with their label sets, followed by those that the method adds.
+
+        What is added, and how it is labelled, may depend on the labels and the three numbers, but not on the pixels.
+        """
+        return apply_ambiguity(
+            images, labels, self.mixture_kinds(self.task.ambiguity), seed=seed, epoch=epoch, step=step
+        )
+
+    # ---- what is minimised ----
+
+    def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
+        """The terms of a batch's loss by name; their sum is minimised.
+
+        ``embeddings`` has one row for each image of ``batch``, those that were added last. ``numbers`` are the places
+        of the others in ``task.labels``. ``seed`` fixes random choices.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
+        """Figures of a step for the log, beside the loss and ‖u‖."""
+        return {}
+
+    def warn(self, rows: list[dict[str, Any]]) -> list[str]:
+        """What a person should know about an epoch; ``rows`` are its rows in the log."""
+        return []
