@@ -22,14 +22,11 @@ from PIL import Image
 from idml.data.datasets import load_dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
-from idml.losses import build_loss
-from idml.metric import IntrospectiveMetric
-from idml.model import build_model
 from idml.training.batches import Stream
-from idml.training.build import build_optimiser, set_modes
+from idml.training.build import build, build_optimiser, set_modes
 from idml.training.config import TrainConfig
 from idml.training.distributed import Processes
-from idml.training.step import learn
+from idml.training.step import compute_gradients
 
 SIZE, BATCH = 112, 120
 
@@ -48,17 +45,16 @@ def photos(folder: Path, classes: int = 60, each: int = 8) -> str:
 def measure(data: str, steps: int, workers: int) -> dict[str, float]:
     config = TrainConfig(data=data, out="-", method="plain", image_size=SIZE, batch_size=BATCH, workers=workers)
     images = load_dataset(data, split="all").train
-    model = build_model(image_size=SIZE)
-    loss = build_loss("multi_similarity", metric=IntrospectiveMetric(rule="off"))
-    optimizer, processes = build_optimiser(model, loss, config), Processes()
+    model, method = build(config, images.labels, len(images.classes))
+    optimizer, processes = build_optimiser(model, method, config), Processes()
     side = resized_side(SIZE)
     pixels = load_pixels(images, side)
-    stream = Stream(pixels, config, SIZE, processes.device)
+    stream = Stream(pixels, config, method, SIZE, processes.device)
     set_modes(model, config, 0)
 
     def step(batch):
         optimizer.zero_grad(set_to_none=True)
-        learn(batch, model, loss, config, processes, 0)
+        compute_gradients(batch, torch.arange(config.batch_size), model, method, config, processes, 0)
         optimizer.step()
 
     feed = itertools.chain.from_iterable(stream.batches(epoch, 0) for epoch in itertools.count())

@@ -15,39 +15,34 @@ import time
 import torch
 
 from idml.compat import keep_memory
-from idml.data.augment import apply_ambiguity
-from idml.losses import build_loss
-from idml.metric import IntrospectiveMetric
 from idml.model import build_model
-from idml.model.bn_folding import fold_frozen_normalisation
-from idml.training.build import build_optimiser, set_modes
-from idml.training.config import TrainConfig
+from idml.training.build import build, build_optimiser, set_modes
+from idml.training.config import from_dict
 from idml.training.distributed import Processes
-from idml.training.step import learn
+from idml.training.step import compute_gradients
 
 SIZE, HALF, CLASSES = 112, 60, 100
 
 
 def arm(loss_name: str, method: str, fold: bool = True):
     """A function that takes one step and returns its seconds."""
-    config = TrainConfig(data="-", out="-", loss=loss_name, method=method, image_size=SIZE)
-    metric = IntrospectiveMetric(rule="similar" if config.introspective else "off")
-    loss = build_loss(loss_name, metric=metric, num_classes=CLASSES, embedding_dim=512)
-    model = build_model(image_size=SIZE)
-    if fold:
-        fold_frozen_normalisation(model.trunk)
-    optimizer, processes = build_optimiser(model, loss, config), Processes()
-    set_modes(model, config, 0)
-    count = HALF if config.kinds else 2 * HALF
-    images = torch.rand(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    linear = {"teach_u": "none"} if method == "plain" else {}
+    config = from_dict({"data": "-", "out": "-", "loss": loss_name, "method": method, "image_size": SIZE, **linear})
+    count = HALF if config.added_images else 2 * HALF
     labels = torch.arange(count) // 4
+    model, trained = build(config, labels, CLASSES)
+    if not fold:
+        model = build_model(image_size=SIZE, **type(trained).model_options(config.method_options))
+    optimizer, processes = build_optimiser(model, trained, config), Processes()
+    set_modes(model, config, 0)
+    images = torch.rand(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
 
     def step(number: int) -> float:
         started = time.perf_counter()
-        batch = apply_ambiguity(images, labels, config.kinds, seed=0, epoch=0, step=number)
+        batch = trained.add_images(images, labels, seed=0, epoch=0, step=number)
         assert len(batch.images) == 2 * HALF
         optimizer.zero_grad(set_to_none=True)
-        learn(batch, model, loss, config, processes, number)
+        compute_gradients(batch, torch.arange(count), model, trained, config, processes, number)
         optimizer.step()
         return time.perf_counter() - started
 

@@ -107,71 +107,11 @@ def test_gradcheck(rule, form):
     )
 
 
-def sums_of_norms(e, other):
-    return torch.tensor([[float(u.norm() + v.norm()) for v in other.uncertainty] for u in e.uncertainty]).double()
-
-
-@pytest.mark.parametrize(
-    ("rule", "form"), [("similar", "distances"), ("similar", "cosines"), ("dissimilar", "cosines")]
-)
-def test_sum_of_norms(rule, form):
-    """β = ‖u₁‖ + ‖u₂‖: values by explicit loops, gradients by finite differences, with and without others."""
-    e, other = images(13, n=5), images(14, n=4)
-    m = IntrospectiveMetric(2.0, 0.3, rule, "norms")
-    alpha, cos = alphas(e, other), plain_cosines(e, other)
-    weight = torch.exp(-(sums_of_norms(e, other) + 0.3) / (2.0 * alpha))
-    expected = (
-        alpha * weight if form == "distances" else cos * weight if rule == "dissimilar" else 1 - (1 - cos) * weight
-    )
-    torch.testing.assert_close(getattr(m, form)(e, other), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(m.weights(e, other), weight.detach(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(getattr(m, form)(e)[0, 1], getattr(m, form)(e, e)[0, 1])
-
-    def pairs(s, u, t=None, v=None):
-        return getattr(m, form)(Embeddings(s, u), None if t is None else Embeddings(t, v))
-
-    assert torch.autograd.gradcheck(pairs, (e.semantic, e.uncertainty))
-    assert torch.autograd.gradcheck(pairs, (e.semantic, e.uncertainty, other.semantic, other.uncertainty))
-
-
-@given(SEEDS)
-def test_the_sum_of_norms_is_never_smaller(seed):
-    e, other = images(seed), images(seed + 1)
-    assert (betas(e, other, "norms") >= betas(e, other) - 1e-12).all()
-    certain = Embeddings.certain(other.semantic)
-    assert torch.equal(betas(e, certain, "norms"), betas(e, certain))  # with one u = 0 they are the same
-
-
-def test_relative_beta():
-    """β over its mean in the batch: values by explicit loops, gradients by finite differences."""
-    e, other = images(16, n=5), images(17, n=4)
-    pairs = [[float((u + v).norm()) for v in e.uncertainty] for u in e.uncertainty]
-    mean = sum(pairs[i][j] for i in range(5) for j in range(5) if i != j) / 20
-    torch.testing.assert_close(betas(e, None, "relative"), torch.tensor(pairs).double() / mean, rtol=1e-6, atol=1e-6)
-    across = torch.tensor([[float((u + v).norm()) for v in other.uncertainty] for u in e.uncertainty]).double()
-    torch.testing.assert_close(betas(e, other, "relative"), across / across.mean(), rtol=1e-6, atol=1e-6)
-    against_proxies = betas(e, Embeddings.certain(other.semantic), "relative")
-    torch.testing.assert_close(against_proxies.squeeze(1), e.level / e.level.mean())
-
-    for form in ("distances", "cosines"):
-        compare = getattr(IntrospectiveMetric(2.0, 0.3, beta="relative"), form)
-        assert torch.autograd.gradcheck(lambda s, u: compare(Embeddings(s, u)), (e.semantic, e.uncertainty))  # noqa: B023
-        longer = Embeddings(e.semantic, 7 * e.uncertainty)
-        torch.testing.assert_close(compare(longer), compare(e))  # growing every u alike changes nothing
-        compare(e).sum().backward()
-    radial = (e.uncertainty.grad * e.uncertainty).sum()
-    torch.testing.assert_close(radial, torch.zeros_like(radial), atol=1e-9, rtol=0.0)  # nor is it asked for
-    silent = Embeddings(e.semantic, torch.zeros_like(e.uncertainty))
-    plain = IntrospectiveMetric(rule="off").distances(e)
-    torch.testing.assert_close(IntrospectiveMetric(beta="relative").distances(silent), plain)
-
-
 @pytest.mark.parametrize("form", ["distances", "cosines"])
-@pytest.mark.parametrize("beta", ["sum", "relative"])
-def test_fitted_to_the_mean_weight(form, beta):
+def test_fitted_to_the_mean_weight(form):
     """D/w̄ and 1 − (1 − C')/w̄: values by explicit loops; to the gradient w̄ is a constant."""
     e, other = images(18, n=5), images(19, n=4)
-    usual, fitted = (IntrospectiveMetric(2.0, 0.3, beta=beta, fit=fit) for fit in (False, True))
+    usual, fitted = (IntrospectiveMetric(2.0, 0.3, fit=fit) for fit in (False, True))
     for second, count in ((None, 20), (other, 20)):
         weights = usual.weights(e, second)
         pairs = [(i, j) for i in range(5) for j in range(weights.shape[1]) if second is not None or i != j]
@@ -193,24 +133,9 @@ def test_fitted_to_the_mean_weight(form, beta):
     assert repr(fitted).endswith(", fit=True)")
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
-def test_sum_of_norms_of_huge_tiny_and_no_uncertainty(scale):
-    base = images(15, level=1.0, dtype=torch.float32)
-    u = (base.uncertainty.detach() * scale).requires_grad_()
-    pairs = IntrospectiveMetric(beta="norms").distances(Embeddings(base.semantic, u))
-    pairs.sum().backward()
-    assert all(torch.isfinite(x).all() for x in (pairs, u.grad, base.semantic.grad))
-    wanted = u.detach().double().norm(dim=1)[:2].sum()
-    torch.testing.assert_close(betas(Embeddings(base.semantic, u), None, "norms")[0, 1].double(), wanted)
-
-
 def test_old_descriptions_stay():
-    """Results are kept under what a metric says of itself."""
+    """Results are stored under the text of a metric."""
     assert repr(IntrospectiveMetric()) == "IntrospectiveMetric(tau=5.0, gamma=0.0, rule='similar')"
-    assert (
-        repr(IntrospectiveMetric(beta="norms"))
-        == "IntrospectiveMetric(tau=5.0, gamma=0.0, rule='similar', beta='norms')"
-    )
 
 
 @given(SEEDS, TAUS, GAMMAS)
@@ -337,8 +262,6 @@ def test_blocks_change_nothing(monkeypatch):
         (lambda: IntrospectiveMetric(gamma=math.inf), "gamma must be 0 or larger"),
         (lambda: IntrospectiveMetric(rule="simlar"), "unknown rule 'simlar'; did you mean 'similar'"),
         (lambda: IntrospectiveMetric(tau=3.0, rule="release"), "fixes tau = 5 and gamma = 4"),
-        (lambda: IntrospectiveMetric(beta="norm"), "unknown beta 'norm'; did you mean 'norms'"),
-        (lambda: IntrospectiveMetric(rule="release", beta="norms"), "beta must be 'sum'"),
         (lambda: IntrospectiveMetric(rule="dissimilar").distances(images()), "no distance form, only cosine"),
         (lambda: IntrospectiveMetric(rule="release").distances(images()), "no distance form"),
         (lambda: IntrospectiveMetric(rule="strict").cosines(images()), "no cosine form, only distance"),

@@ -28,7 +28,7 @@ from idml.audit.findings import AuditImages, image_checksum
 from idml.audit.run import audit_run, read_audit
 from idml.data.datasets import Dataset, load_dataset
 from idml.model import Model, build_model, save_model
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 from idml.training.loop import train
 
 WRONG = "=HYPERLINK(1) <b>&.png"
@@ -242,7 +242,11 @@ def test_the_cleaned_list_can_be_trained_on(run, data, tmp_path):
     assert new == expected
     options = {"trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 4, "epochs": 1}
     data = f"csv:{out / 'cleaned.csv'}"
-    trained = train(TrainConfig(data=data, out=str(tmp_path / "run"), batch_size=8, per_class=2, holdout=0, **options))
+    trained = train(
+        from_dict(
+            {"data": data, "out": str(tmp_path / "run"), "batch_size": 8, "per_class": 2, "holdout": 0, **options}
+        )
+    )
     assert trained["steps"] > 0
 
 

@@ -25,7 +25,7 @@ from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.evaluation import nearest
 from idml.model import fingerprint, load_model, save_model
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 from idml.training.loop import train
 
 OPTIONS = {
@@ -70,7 +70,7 @@ def runs(tmp_path_factory, spec):
         ("pel", {"method": "pel"}),
         ("all", {"split": "all", "introspection": "none"}),
     ):
-        train(TrainConfig(data=spec, out=str(folder / name), **{**OPTIONS, **options}))
+        train(from_dict({"data": spec, "out": str(folder / name), **{**OPTIONS, **options}}))
     return folder
 
 

@@ -281,18 +281,6 @@ def test_crops_of_the_whole_image_and_without_flips():
 # All together
 
 
-@pytest.mark.parametrize("count", [8, 4, 1])
-def test_fewer_mixtures_are_the_first_of_them(count):
-    images, labels = torch.rand(8, 3, 6, 6), torch.arange(8)
-    whole = apply_ambiguity(images, labels, ["mixup"], seed=1, epoch=2, step=3)
-    part = apply_ambiguity(images, labels, ["mixup"], seed=1, epoch=2, step=3, mixtures=count)
-    assert len(part.images) == len(part.labels) == len(part.mixed) == 8 + count
-    assert torch.equal(part.images, whole.images[: 8 + count])
-    assert torch.equal(part.labels.ids, whole.labels.ids[: 8 + count])
-    assert int(part.mixed.sum()) == count
-    assert part.lam == whole.lam
-
-
 def test_kinds_combine_in_place_first():
     x, y, key = some_images(16), torch.arange(16), {"seed": 0, "epoch": 1, "step": 2}
     batch = apply_ambiguity(x, y, ["mixup", "occlusion", "blur", "low_resolution"], **key)

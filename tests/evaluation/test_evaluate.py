@@ -28,7 +28,7 @@ from idml.evaluation import (
 from idml.evaluation import evaluate as whole
 from idml.evaluation.evaluate import evaluate_run, group_disjoint_pairs
 from idml.model import Model, load_model, save_model
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 from idml.training.loop import train
 
 OPTIONS = {
@@ -67,7 +67,11 @@ def spec(pictures):
 def runs(tmp_path_factory, spec):
     folder = tmp_path_factory.mktemp("runs")
     for method, size in (("idml", 8), ("pel", 6)):
-        train(TrainConfig(data=spec, out=str(folder / method), **{**OPTIONS, "method": method, "embedding_dim": size}))
+        train(
+            from_dict(
+                {"data": spec, "out": str(folder / method), **{**OPTIONS, "method": method, "embedding_dim": size}}
+            )
+        )
     return folder
 
 

@@ -9,8 +9,8 @@ from idml.methods.pel import (
     gaussian_kl_distances,
     kl_to_standard_normal,
     sample,
-    standard_deviation,
 )
+from idml.model.model import standard_deviation
 
 OFF = IntrospectiveMetric(rule="off")
 

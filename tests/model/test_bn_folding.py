@@ -10,7 +10,7 @@ from torch import nn
 from idml.model.backbones import Trunk, build_trunk
 from idml.model.bn_folding import _POINTWISE, _Convolution, _is_small_depthwise, _offsets, fold_frozen_normalisation
 from idml.training.build import build
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 
 needs_onednn = pytest.mark.skipif(_POINTWISE is None, reason="this torch has no oneDNN")
 
@@ -168,8 +168,8 @@ def test_the_default_trunk_in_float32_cuts_off_within_its_convolutions(monkeypat
     [({}, True), ({"freeze_bn": False}, False), ({"train": "last"}, True), ({"freeze_trunk": True}, False)],
 )
 def test_a_run_folds_what_it_freezes(options, folded):
-    config = TrainConfig(data="-", out="-", image_size=64, **options)
-    model, _ = build(config, 4)
+    config = from_dict({"data": "-", "out": "-", "image_size": 64, **options})
+    model, _ = build(config, torch.arange(4), 4)
     assert ("forward" in vars(model.trunk.network.conv_stem)) is folded
     reference = build_trunk(config.trunk, pretrained=True, image_size=64).eval()
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(4))

@@ -1,4 +1,4 @@
-"""The model: how its uncertainty head starts, is bounded and detached; what it takes and refuses."""
+"""The model: how its uncertainty head starts and is detached; what it takes and refuses."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from PIL import Image
 from idml import Embeddings
 from idml.data.images import load_square
 from idml.model import ModelConfig, build_model, load_model, save_model
-from idml.model.model import squash
 
 WIDTH = 256  # of conv4's features
 
@@ -56,7 +55,7 @@ def test_a_new_model_saved_before_its_first_batch_starts_later(tmp_path):
     assert load_model(tmp_path).heads(100 * torch.rand(32, WIDTH)).level.mean().item() == pytest.approx(0.05, rel=1e-3)
 
 
-@pytest.mark.parametrize("config", [{}, {"bound": 0.5}, {"uncertainty": "gaussian"}])
+@pytest.mark.parametrize("config", [{}, {"uncertainty": "gaussian"}])
 def test_features_without_a_scale_do_not_start_it(config):
     model = small(**config)
     weight = model.uncertainty.linear.weight.clone()
@@ -84,37 +83,6 @@ def test_gaussian_starts_narrow(scale):
         sigma = model.heads(wild).uncertainty
         assert (sigma > 0).all()
         assert torch.isfinite(sigma).all()
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3, 1e12, 1e30])
-@pytest.mark.parametrize("bound", [0.01, 1.0, 3.0])
-def test_bound_holds_and_keeps_the_direction(bound, scale):
-    model, features = small(bound=bound), torch.randn(32, WIDTH)
-    model.heads(features)  # starts it
-    raw = model.uncertainty.linear(features * scale).double()
-    u = model.heads(features * scale).uncertainty.double()
-    assert (u.norm(dim=1) <= bound * (1 + 1e-6)).all()
-    assert (u.norm(dim=1) > 0).all()
-    assert (torch.cosine_similarity(u / u.norm(), raw / raw.norm()) > 1 - 1e-6).all()
-
-
-def test_bound_is_smooth():
-    direction = torch.nn.functional.normalize(torch.randn(5, 16))
-    torch.testing.assert_close(squash(direction * 1e-3, 1.0), direction * 1e-3, rtol=1e-5, atol=0)  # almost as it was
-    lengths = torch.stack([squash(direction * t, 2.0).norm(dim=1) for t in (0.01, 0.1, 1.0, 3.0, 8.0)])
-    assert (lengths.diff(dim=0) > 0).all()
-    u = (direction * torch.tensor([0.01, 0.1, 1.0, 2.0, 3.0]).view(5, 1)).requires_grad_()
-    squash(u, 2.0).norm(dim=1).sum().backward()
-    radial = 1 - (u.detach().norm(dim=1, keepdim=True) / 2.0).tanh().square()  # positive, and nothing sideways
-    torch.testing.assert_close(u.grad, direction * radial)
-
-
-def test_bound_keeps_zero_with_a_finite_gradient():
-    u = torch.zeros(3, 16, requires_grad=True)
-    out = squash(u, 1.0)
-    assert torch.equal(out, torch.zeros(3, 16))
-    out.sum().backward()
-    torch.testing.assert_close(u.grad, torch.ones(3, 16))  # the identity: u can leave zero
 
 
 @pytest.mark.parametrize("detach", [True, False])
@@ -231,11 +199,6 @@ def test_embed_refuses_and_restores_the_mode(tmp_path):
         ({"embedding_dim": None}, "embedding_dim"),
         ({"in_chans": 0}, "in_chans"),
         ({"image_size": -1}, "image_size"),
-        ({"bound": -1}, "bound must be positive, got -1"),
-        ({"bound": 0.0}, "bound must be positive"),
-        ({"bound": float("nan")}, "bound"),
-        ({"bound": float("inf")}, "bound"),
-        ({"bound": 1.0, "uncertainty": "gaussian"}, "bound goes with uncertainty='introspective'"),
         ({"uncertainty": "x"}, "uncertainty must be 'introspective' or 'gaussian', got 'x'"),
     ],
 )
@@ -245,7 +208,7 @@ def test_bad_configuration(config, match):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("option", "nearest"), [("embeding_dim", "embedding_dim"), ("bounds", "bound")])
+@pytest.mark.parametrize(("option", "nearest"), [("embeding_dim", "embedding_dim"), ("u_hiden", "u_hidden")])
 def test_unknown_option_names_the_nearest(option, nearest):
     with pytest.raises(ValueError, match=rf"unknown model option '{option}'; did you mean '{nearest}'") as caught:
         build_model("conv4", **{option: 8})

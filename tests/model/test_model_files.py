@@ -29,7 +29,7 @@ def refused(path, match, name=None):
     ("trunk", "config"),
     [
         ("conv4", {"embedding_dim": 8, "image_size": 28}),
-        ("conv4", {"embedding_dim": 16, "image_size": 28, "in_chans": 1, "bound": 0.7, "detach": True}),
+        ("conv4", {"embedding_dim": 16, "image_size": 28, "in_chans": 1, "detach": True}),
         ("conv4", {"embedding_dim": 8, "image_size": 28, "uncertainty": "gaussian"}),
         ("resnet18", {"embedding_dim": 8, "image_size": 64}),
         ("resnet18", {"image_size": 64, "detach": True}),
@@ -165,10 +165,17 @@ def test_configurations_that_cannot_be_read(tmp_path):
     tensors, config = parts(tmp_path)
     path = tmp_path / "other.safetensors"
     refused(write(path, tensors, {**config, "colour": "red"}), "a model configuration that .* cannot read .*'colour'")
-    for wrong in ({**config, "embedding_dim": -8}, {**config, "bound": "x"}, [1], None, "text"):
+    for wrong in ({**config, "embedding_dim": -8}, {**config, "u_hidden": "x"}, [1], None, "text"):
         refused(write(path, tensors, wrong), "a model configuration that this version cannot read")
     path.write_bytes(save(tensors, metadata={"idml": "{"}))
     refused(path, "a model configuration that this version cannot read")
+
+
+def test_models_from_before_the_option_bound_was_removed(tmp_path):
+    tensors, config = parts(tmp_path)
+    path = tmp_path / "other.safetensors"
+    assert load_model(write(path, tensors, {**config, "bound": None})).config == load_model(tmp_path).config
+    refused(write(path, tensors, {**config, "bound": 0.7}), "its option bound was removed: train the model again")
 
 
 @pytest.mark.parametrize("start", [b"\x80", b"PK"])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from idml import cli
 from idml.model import load_model
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 from idml.training.loop import train
 
 EIGHT = dict.fromkeys("abcdefgh", 4)  # the first four classes train, the others test
@@ -60,7 +60,7 @@ class Runs:
     def trained(self, report=lambda row: None, **changed):
         """Train to the end; the notes."""
         notes = []
-        metrics = train(TrainConfig(**{**self.options, **changed}), report=report, note=notes.append)
+        metrics = train(from_dict({**self.options, **changed}), report=report, note=notes.append)
         assert metrics["steps"] == self.steps() > 0
         assert load_model(self.out)
         return notes
@@ -219,7 +219,7 @@ def stopped(runs):
     runs.album()
     runs.options["epochs"] = 3
     with pytest.raises(ZeroDivisionError):
-        train(TrainConfig(**runs.options), report=lambda row: 1 / (3 - row.get("step", 0)))
+        train(from_dict(runs.options), report=lambda row: 1 / (3 - row.get("step", 0)))
     return runs.out / "checkpoints" / "last.safetensors"
 
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_version(runs, stopped):
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del tensors["model.uncertainty.scale"]
     save_file(tensors, stopped, metadata)
-    assert "was written by another version of idml; begin the run anew" in runs.refused("--resume")
+    assert "was written by another version of idml: train into a new directory" in runs.refused("--resume")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "read-only/run", "/proc/run"])

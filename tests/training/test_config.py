@@ -1,36 +1,63 @@
 import argparse
-from dataclasses import asdict, replace
 
 import pytest
 
-from idml.cli import add_options, chosen_options
-from idml.training.config import TrainConfig, difference, from_dict
+from idml.cli import add_method_options, add_options, chosen_options, main
+from idml.training.config import PRESETS, TrainConfig, from_dict, list_differences, preset, to_dict
+
+
+def training_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", help="a file")
+    add_options(parser)
+    add_method_options(parser)
+    return parser
 
 
 def parse(*arguments):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config")
-    add_options(parser)
-    return chosen_options(parser.parse_args(arguments))
+    return chosen_options(training_parser().parse_args(arguments))
 
 
-def test_every_field_is_a_flag():
+def test_every_option_is_a_flag():
     config = parse(
         "--data", "glyphs", "--out", "x", "--loss", "contrastive", "--method", "ism", "--ambiguity", "blur", "cutmix",
         "--loss-parameters", "negative_margin=0.7",
-        "--image-size", "64", "--bound", "1.5", "--no-freeze-bn", "--strict-data", "--gamma", "3",
+        "--image-size", "64", "--u-hidden", "8", "--no-freeze-bn", "--strict-data", "--gamma", "3", "--detach",
     )  # fmt: skip
-    assert config == TrainConfig(
-        data="glyphs", out="x", loss="contrastive", method="ism", ambiguity=("blur", "cutmix"), image_size=64,
-        loss_parameters=("negative_margin=0.7",), bound=1.5, freeze_bn=False, strict_data=True, gamma=3.0,
-    )  # fmt: skip
+    assert config == from_dict({
+        "data": "glyphs", "out": "x", "loss": "contrastive", "method": "ism", "ambiguity": ("blur", "cutmix"),
+        "image_size": 64, "loss_parameters": ("negative_margin=0.7",), "u_hidden": 8, "freeze_bn": False,
+        "strict_data": True, "gamma": 3.0, "detach": True,
+    })  # fmt: skip
+    assert (config.method_options.metric.gamma, config.method_options.teaching.hidden) == (3.0, 8)
 
 
 def test_every_flag_says_what_it_is_for():
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    for action in parser._actions:
+    for action in training_parser()._actions:
         assert action.help, action.dest
+
+
+def test_help_lists_the_options_of_each_method_under_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for group, flag in (
+        ("options of method ism, idml:", "--tau X"),
+        ("options of method mixup, idml, pel-mixup:", "--labels WORD"),
+        ("options of method pel, pel-mixup:", "--samples N"),
+        ("options of method plain, mixup, ism, idml:", "--teach-u WORD"),
+    ):
+        assert flag in text.partition(group)[2]
+        assert flag not in text.partition(group)[0].partition("options:")[2] or group != "options of method ism, idml:"
+    assert "(default ranking with plain, mixup; none with ism, idml)" in text
+
+
+def test_freeze_trunk_is_train_heads(tmp_path):
+    assert parse("--data", "glyphs", "--out", "x", "--freeze-trunk").train == "heads"
+    assert parse("--data", "glyphs", "--out", "x", "--no-freeze-trunk").train == "all"
+    file = tmp_path / "run.yaml"
+    file.write_text("freeze_trunk: true\n")
+    assert parse("--data", "glyphs", "--out", "x", "--config", str(file)).train == "heads"
 
 
 def test_a_file_gives_options_and_flags_override_it(tmp_path):
@@ -41,55 +68,44 @@ def test_a_file_gives_options_and_flags_override_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "ambiguity", "kinds", "introspective"),
+    ("method", "ambiguity", "added"),
     [
-        ("idml", (), ("mixup",), True),
-        ("ism", (), (), True),
-        ("mixup", (), ("mixup",), False),
-        ("plain", ("blur",), ("blur",), False),
-        ("idml", ("cutmix",), ("cutmix",), True),
-        ("pel-mixup", ("occlusion",), ("occlusion", "mixup"), False),
+        ("idml", (), 120),
+        ("ism", (), 0),
+        ("mixup", (), 120),
+        ("plain", ("blur",), 0),
+        ("plain", ("cutmix",), 120),
+        ("pel-mixup", ("occlusion",), 120),
     ],
 )
-def test_methods(method, ambiguity, kinds, introspective):
-    config = TrainConfig(data="glyphs", out="x", method=method, ambiguity=ambiguity)
-    assert config.kinds == kinds
-    assert config.introspective is introspective
+def test_images_that_a_method_adds_to_a_batch(method, ambiguity, added):
+    assert from_dict({"data": "glyphs", "out": "x", "method": method, "ambiguity": ambiguity}).added_images == added
 
 
 @pytest.mark.parametrize(
-    ("options", "signal", "hidden"),
+    ("options", "teach_u", "hidden"),
     [
         ({}, "ranking", 64),
         ({"method": "mixup"}, "ranking", 64),
         ({"method": "plain", "u_hidden": 0}, "ranking", 0),
-        ({"introspection": "none"}, "none", 0),
+        ({"teach_u": "none"}, "none", 0),
         ({"method": "idml"}, "none", 0),
-        ({"method": "idml", "introspection": "error", "detach": True}, "error", 64),
-        ({"method": "pel"}, "none", 0),
-        ({"method": "constant", "gamma": 1.0}, "none", 0),
+        ({"method": "idml", "teach_u": "ranking", "detach": True}, "ranking", 64),
         ({"preset": "paper"}, "none", 0),
         ({"preset": "paper", "method": "plain"}, "none", 0),
     ],
 )
-def test_what_teaches_u_by_default(options, signal, hidden):
+def test_what_teaches_u_by_default(options, teach_u, hidden):
     config = from_dict({"data": "glyphs", "out": "x", **options})
-    assert (config.introspection, config.u_hidden) == (signal, hidden)
+    assert (config.method_options.teaching.teach_u, config.method_options.teaching.hidden) == (teach_u, hidden)
     assert config.method == options.get("method", "idml" if "preset" in options else "plain")
-    assert from_dict(asdict(config)) == config
+    assert from_dict(to_dict(config)) == config
 
 
-def test_mixtures_of_a_batch():
-    config = TrainConfig(data="glyphs", out="x", method="idml")
-    counts = [replace(config, mixtures=share).mixed_images for share in (1.0, 0.5, 0.26, 0.001)]
-    assert counts == [120, 60, 31, 1]
-    assert replace(config, method="ism").mixed_images == 0
-
-
-def test_difference_names_what_changed():
-    old = TrainConfig(data="glyphs", out="x")
-    new = TrainConfig(data="glyphs", out="elsewhere", lr=0.5, workers=2)
-    assert difference(old, new) == ["lr: 0.0001 → 0.5"]
+def test_differences_name_what_changed():
+    old = from_dict({"data": "glyphs", "out": "x"})
+    new = from_dict({"data": "glyphs", "out": "elsewhere", "lr": 0.5, "workers": 2})
+    assert list_differences(old, new) == ["lr: 0.0001 → 0.5"]
 
 
 @pytest.mark.parametrize(
@@ -104,18 +120,19 @@ def test_difference_names_what_changed():
         ({"lr": 0}, "lr must be a number above 0"),
         ({"lr": float("nan")}, "lr must be a number"),
         ({"lr": "fast"}, "lr must be a number"),
-        ({"gamma": -1}, "gamma must be a number of at least 0"),
         ({"holdout": 1.0}, "holdout must be below 1"),
         ({"batch_size": 10, "per_class": 4}, "batch_size 10 is not a multiple of per_class 4"),
-        ({"mixtures": 0}, "mixtures must be a number above 0"),
-        ({"mixtures": 1.5}, "mixtures must be at most 1, one for each image, got 1.5"),
-        ({"mixtures": 0.5, "method": "ism"}, "mixtures is for runs that mix images, which method ism does not"),
+        ({"tau": 3.0}, "method plain has no option 'tau': it belongs to ism and idml"),
         (
-            {"fit": True, "method": "mixup"},
-            "fit divides what the rule similar softens, which method mixup",
+            {"method": "pel", "labels": "sets"},
+            "method pel has no option 'labels': it belongs to mixup, idml and pel-mixup",
         ),
-        ({"fit": True, "rule": "dissimilar"}, "fit divides what the rule similar softens"),
-        ({"fit": 1}, "fit must be true or false"),
+        ({"method": "idml", "taus": 3.0}, "unknown option 'taus'; did you mean 'tau'"),
+        ({"method_options": None}, "unknown option 'method_options'"),
+        ({"freeze_trunk": True, "train": "last"}, "freeze_trunk trains the heads alone"),
+        ({"method": ["idml"]}, "unknown method"),
+        ({"bound": None}, "the option 'bound' was removed"),
+        ({"introspection": "ranking"}, "the option 'introspection' was removed"),
     ],
 )
 def test_bad_options(options, words):
@@ -137,27 +154,41 @@ def test_missing_and_unreadable(tmp_path):
 
 
 def test_presets_and_what_overrides_them(tmp_path):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config")
-    add_options(parser)
-
     def chosen(*flags):
-        return chosen_options(parser.parse_args(["--out", "x", *flags]))
+        return to_dict(parse("--out", "x", *flags))
+
+    def values(config, *names):
+        return tuple(config[name] for name in names)
 
     paper = chosen("--data", "cub:x", "--preset", "paper")
-    assert (paper.trunk, paper.image_size, paper.batch_size, paper.epochs) == ("resnet50", 224, 120, 60)
-    assert (paper.lr, paper.step_epochs, paper.step_factor, paper.warmup_epochs) == (6e-4, 5, 0.5, 5)
-    assert (paper.tau, paper.gamma, paper.rule, paper.labels) == (5.0, 0.0, "similar", "sets")
+    assert values(paper, "trunk", "image_size", "batch_size", "epochs") == ("resnet50", 224, 120, 60)
+    assert values(paper, "lr", "step_epochs", "step_factor", "warmup_epochs") == (6e-4, 5, 0.5, 5)
+    assert values(paper, "tau", "gamma", "rule", "labels") == (5.0, 0.0, "similar", "sets")
     cars = chosen("--data", "cars:x", "--preset", "paper")
-    assert (cars.lr, cars.step_epochs, cars.gamma) == (2.5e-4, 10, 3.0)
+    assert values(cars, "lr", "step_epochs", "gamma") == (2.5e-4, 10, 3.0)
     sop = chosen("--data", "sop:x", "--preset", "paper")
-    assert (sop.lr, sop.step_epochs, sop.step_factor, sop.gamma) == (6e-4, 10, 0.25, 0.0)
-    assert chosen("--data", "cub:x", "--preset", "paper", "--lr", "1e-5").lr == 1e-5
+    assert values(sop, "lr", "step_epochs", "step_factor", "gamma") == (6e-4, 10, 0.25, 0.0)
+    assert chosen("--data", "cub:x", "--preset", "paper", "--lr", "1e-5")["lr"] == 1e-5
     release = chosen("--data", "cub:x", "--preset", "release")
-    assert (release.rule, release.gamma, release.labels, release.loss) == ("release", 4.0, "weighted", "proxy_anchor")
+    assert values(release, "rule", "gamma", "labels", "loss") == ("release", 4.0, "weighted", "proxy_anchor")
     file = tmp_path / "mine.yaml"
     file.write_text("preset: paper\nepochs: 3\n")
-    assert chosen("--data", "cub:x", "--config", str(file)).epochs == 3
-    assert chosen("--data", "cub:x", "--config", str(file)).trunk == "resnet50"
+    assert values(chosen("--data", "cub:x", "--config", str(file)), "epochs", "trunk") == (3, "resnet50")
     with pytest.raises(ValueError, match="unknown preset 'papre'; did you mean 'paper'"):
         chosen("--data", "cub:x", "--preset", "papre")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("method", ["plain", "pel-mixup"])
+def test_a_preset_with_another_method_gives_what_that_method_has(name, method):
+    config = to_dict(from_dict({"data": "cars:x", "out": "x", "preset": name, "method": method}))
+    given = preset(name, "cars:x")
+    assert config["method"] == method
+    assert "tau" not in config
+    assert all(config[key] == given[key] for key in given if key in config and key != "method")
+    with pytest.raises(ValueError, match="has no option 'tau'"):
+        from_dict({"data": "cars:x", "out": "x", "preset": name, "method": method, "tau": 5.0})
+
+
+def test_there_are_about_thirty_common_options():
+    assert len(to_dict(TrainConfig("glyphs", "x", method="pel"))) - 2 < 35

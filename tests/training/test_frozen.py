@@ -11,8 +11,9 @@ from idml.evaluation import evaluate_retrieval
 from idml.model import build_model, load_model
 from idml.model.feature_cache import view_features
 from idml.training.batches import FrozenStream, Stream
-from idml.training.config import TrainConfig
-from idml.training.loop import start_at_principal_components, train
+from idml.training.build import build, start_at_principal_components
+from idml.training.config import from_dict
+from idml.training.loop import train
 
 
 def quiet(done, total):
@@ -29,16 +30,15 @@ def frozen(options):
 
 
 def streams(frozen, **changes):
-    config = TrainConfig(out="-", **{**frozen, **changes})
+    config = from_dict({"out": "-", **{**frozen, **changes}})
     images = load_dataset(config.data).train
+    _, method = build(config, images.labels, len(images.classes))
     model = build_model(image_size=32, embedding_dim=8)
-    stream = Stream(load_pixels(images, 37), config, 32, torch.device("cpu"))
+    stream = Stream(load_pixels(images, 37), config, method, 32, torch.device("cpu"))
     return stream, FrozenStream(stream, model, quiet), model
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"method": "plain"}, {"ambiguity": ("cutmix", "mixup", "blur")}, {"mixtures": 0.25}]
-)
+@pytest.mark.parametrize("changes", [{}, {"method": "plain"}, {"ambiguity": ("cutmix", "mixup", "blur")}])
 def test_features_are_those_of_the_batches_of_full_training(frozen, changes):
     stream, cached, model = streams(frozen, **changes)
     model.eval()
@@ -62,17 +62,17 @@ def test_methods_share_the_features_of_the_originals(frozen, monkeypatch, tmp_pa
     _, mixed, _ = streams(frozen)
     before = {path.name for path in tmp_path.glob("*.npy")}
     assert sum(name.startswith("crops-") for name in before) == 1
-    assert sum(name.startswith("mixtures-") for name in before) == 1
+    assert sum(name.startswith("added-") for name in before) == 1
     _, plain, _ = streams(frozen, method="plain")
     assert len(plain.parts) == 1
     assert {path.name for path in tmp_path.glob("*.npy")} == before
     streams(frozen, seed=1)
     assert len(list(tmp_path.glob("crops-*.npy"))) == 2
-    assert mixed.parts["crops"].shape == plain.parts["crops"].shape
-    kept = {path.name for path in tmp_path.glob("*.npy")}
-    _, fewer, _ = streams(frozen, mixtures=0.25)
-    assert {path.name for path in tmp_path.glob("*.npy")} == kept
-    assert fewer.parts["mixtures"].shape == mixed.parts["mixtures"].shape
+    assert mixed.parts[0].shape == mixed.parts[1].shape == plain.parts[0].shape
+    streams(frozen, method="mixup")
+    streams(frozen, method="mixup", ambiguity=("cutmix",))
+    assert len(list(tmp_path.glob("crops-*.npy"))) == 2
+    assert len(list(tmp_path.glob("added-*.npy"))) == 3  # Mixup of two seeds, CutMix of one
 
 
 def test_another_trunk_has_other_features(frozen, monkeypatch, tmp_path):
@@ -86,7 +86,7 @@ def test_another_trunk_has_other_features(frozen, monkeypatch, tmp_path):
 
 
 def test_the_trunk_stays_and_the_heads_learn(frozen, tmp_path):
-    metrics = train(TrainConfig(out=str(tmp_path), **frozen))
+    metrics = train(from_dict({"out": str(tmp_path), **frozen}))
     trained, fresh = load_model(tmp_path), build_model(image_size=32, embedding_dim=8)
     for (name, a), b in zip(trained.trunk.state_dict().items(), fresh.trunk.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -162,11 +162,11 @@ def test_more_dimensions_than_features_start_at_zero():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"freeze_trunk": True}, "freeze_trunk needs pretrained weights"),
+        ({"freeze_trunk": True}, "train heads needs pretrained weights"),
         ({"micro_batch": 4}, "micro_batch needs frozen batch normalisation"),
         ({"crops": 0}, "crops must be a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(options, changes, words):
     with pytest.raises(ValueError, match=words):
-        TrainConfig(out="-", **{**options, **changes})
+        from_dict({"out": "-", **{**options, **changes}})

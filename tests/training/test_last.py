@@ -10,10 +10,10 @@ from idml.model import build_model, load_model
 from idml.model.feature_cache import embed_view
 from idml.training.batches import FrozenStream, Stream
 from idml.training.build import build, set_modes
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 from idml.training.distributed import Processes
 from idml.training.loop import train
-from idml.training.step import learn
+from idml.training.step import compute_gradients
 
 
 @pytest.fixture
@@ -25,30 +25,32 @@ def last(options):
     }  # fmt: skip
 
 
-def gradients(config, batch):
+def gradients(config, batch, numbers):
     torch.manual_seed(0)
-    model, loss = build(config, 12)
+    model, method = build(config, torch.zeros(0, dtype=torch.long), 12)
     set_modes(model, config, 0)
-    value, embeddings = learn(batch, model, loss, config, Processes(), seed=1)
-    return value, embeddings, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    terms, embeddings = compute_gradients(batch, numbers, model, method, config, Processes(), seed=1)
+    return terms["pairs"], embeddings, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("method", ["plain", "idml"])
 def test_a_step_is_that_of_full_training(last, method):
     """Loss, embeddings and the gradients of the last stage and the heads, up to the rounding to float16."""
-    config = TrainConfig(out="-", **{**last, "method": method})
-    stream = Stream(load_pixels(load_dataset(config.data).train, 37), config, 32, torch.device("cpu"))
+    config = from_dict({"out": "-", **{**last, "method": method}})
+    images = load_dataset(config.data).train
+    _, trained = build(config, images.labels, len(images.classes))
+    stream = Stream(load_pixels(images, 37), config, trained, 32, torch.device("cpu"))
     kept = FrozenStream(stream, build_model(image_size=32, embedding_dim=8), lambda done, total: None)
-    assert kept.parts["crops"].dtype == "float16"
+    assert kept.parts[0].dtype == "float16"
     numbers, activations = next(kept.batches(0, 0))
     batches = {tuple(n.tolist()): batch for n, batch in stream.batches(0, 0)}
     images = batches[tuple(numbers.tolist())]
     assert torch.equal(images.labels.ids, activations.labels.ids)
-    everything = TrainConfig(out="-", **{**last, "method": method, "train": "all"})
-    expected, whole, full = gradients(everything, images)
+    everything = from_dict({"out": "-", **{**last, "method": method, "train": "all"}})
+    expected, whole, full = gradients(everything, images, numbers)
     for micro in (0, 3):
-        changed = TrainConfig(out="-", **{**last, "method": method, "micro_batch": micro})
-        value, embeddings, found = gradients(changed, activations)
+        changed = from_dict({"out": "-", **{**last, "method": method, "micro_batch": micro}})
+        value, embeddings, found = gradients(changed, activations, numbers)
         assert value == pytest.approx(expected, rel=5e-3)
         torch.testing.assert_close(embeddings.semantic, whole.semantic, rtol=2e-2, atol=2e-2 * whole.semantic.std())
         below = {name for name in full if name.startswith("trunk")} - {
@@ -61,7 +63,7 @@ def test_a_step_is_that_of_full_training(last, method):
 
 
 def test_the_last_stage_learns_and_the_model_is_whole(last, tmp_path):
-    metrics = train(TrainConfig(out=str(tmp_path), **last))
+    metrics = train(from_dict({"out": str(tmp_path), **last}))
     trained, fresh = load_model(tmp_path), build_model(image_size=32, embedding_dim=8)
     for part, stays in (("below", True), ("last", False)):
         pairs = zip(getattr(trained.stages, part).parameters(), getattr(fresh.stages, part).parameters(), strict=True)
@@ -75,7 +77,7 @@ def test_the_last_stage_learns_and_the_model_is_whole(last, tmp_path):
 
 
 def test_warm_up_keeps_the_last_stage(last, tmp_path):
-    train(TrainConfig(out=str(tmp_path), **{**last, "epochs": 1, "warmup_epochs": 1}))
+    train(from_dict({"out": str(tmp_path), **{**last, "epochs": 1, "warmup_epochs": 1}}))
     trained, fresh = load_model(tmp_path), build_model(image_size=32, embedding_dim=8)
     for a, b in zip(trained.trunk.parameters(), fresh.trunk.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -88,7 +90,7 @@ def test_killed_and_resumed_is_bit_identical(last, bit_identical_after_a_kill):
 def test_heads_is_another_name_of_freeze_trunk(last, tmp_path):
     models = []
     for name, options in (("old", {"freeze_trunk": True, "train": "all"}), ("new", {"train": "heads"})):
-        train(TrainConfig(out=str(tmp_path / name), **{**last, "epochs": 1, **options}))
+        train(from_dict({"out": str(tmp_path / name), **{**last, "epochs": 1, **options}}))
         models.append(load_model(tmp_path / name).state_dict())
     assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
 
@@ -104,4 +106,4 @@ def test_heads_is_another_name_of_freeze_trunk(last, tmp_path):
 )
 def test_what_makes_no_sense_is_refused(last, changes, words):
     with pytest.raises(ValueError, match=words):
-        TrainConfig(out="-", **{**last, **changes})
+        from_dict({"out": "-", **{**last, **changes}})

@@ -10,7 +10,7 @@ from children import run, start
 from safetensors.torch import load_file
 
 from idml.training.checkpoint import lock_run
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 from idml.training.loop import Interrupted, train
 from idml.training.run_log import stop_on_sigterm
 
@@ -79,15 +79,15 @@ def test_killed_inside_a_checkpoint_write(options, tmp_path):
 def test_sigterm_at_any_step_loses_no_validation(options, tmp_path, at):
     """Also at the last step of an epoch (the third), whose validation then still has to come."""
     options = {**options, "epochs": 3}
-    train(TrainConfig(out=str(tmp_path / "whole"), **options))
+    train(from_dict({"out": str(tmp_path / "whole"), **options}))
 
     def stop(row):
         if row.get("step") == at and "loss" in row:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted):
-        train(TrainConfig(out=str(tmp_path / "torn"), **options), report=stop)
-    train(TrainConfig(out=str(tmp_path / "torn"), **options), resume=True)
+        train(from_dict({"out": str(tmp_path / "torn"), **options}), report=stop)
+    train(from_dict({"out": str(tmp_path / "torn"), **options}), resume=True)
     assert final(tmp_path / "torn") == final(tmp_path / "whole")
     logs = [(tmp_path / run / "log.jsonl").read_text().count("held_out_map@r") for run in ("whole", "torn")]
     assert logs == [3, 3]
@@ -98,7 +98,7 @@ def test_sigterm_during_the_last_test_ends_what_comes_after_the_run(options, tmp
     arrived = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
     try:
-        config = TrainConfig(out=str(tmp_path / "run"), **options)
+        config = from_dict({"out": str(tmp_path / "run"), **options})
         train(config, tested=lambda embeddings: os.kill(os.getpid(), signal.SIGTERM))
         assert arrived == [signal.SIGTERM]
         assert (tmp_path / "run" / "metrics.json").exists()
@@ -134,5 +134,5 @@ def test_sigterm_writes_a_checkpoint_and_exits(options, tmp_path):
     process.terminate()
     process.join(60)
     assert process.exitcode == 143
-    assert "go on with --resume" in (tmp_path / "said").read_text()
+    assert "continue with --resume" in (tmp_path / "said").read_text()
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()

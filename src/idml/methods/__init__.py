@@ -23,7 +23,7 @@ METHODS: dict[str, str] = {
 
 def find_method(name: str) -> "type[Method]":
     """The class of the method called ``name``."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(unknown_name("method", name, METHODS))
     module, _, attribute = METHODS[name].partition(":")
     found: type[Method] = getattr(import_module(module), attribute)

@@ -11,6 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from idml.errors import unknown_name
@@ -26,12 +27,13 @@ class Option:
     text: str
 
 
-def list_options(options: type) -> list[Option]:
+@cache
+def list_options(options: type) -> tuple[Option, ...]:
     """The options of a dataclass, those of nested dataclasses among them.
 
     The documentation of an option is the string below its field.
     """
-    return list(_walk(options, None))
+    return tuple(_walk(options, None))
 
 
 def flatten_options(options: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ all options are flat: `from_dict` and `to_dict` convert between `TrainConfig` an
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from idml.errors import unknown_name
@@ -184,7 +183,6 @@ def common_options() -> list[Option]:
     return [option for option in list_options(TrainConfig) if option.name != "method_options"]
 
 
-@cache
 def options_of(method: str) -> dict[str, Option]:
     """The options of one method alone, by name."""
     return {option.name: option for option in list_options(find_method(method).Options)}

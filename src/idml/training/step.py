@@ -44,7 +44,7 @@ def compute_gradients(
     terms = method.loss(whole, batch, numbers, seed)
     value = torch.stack(list(terms.values())).sum() if len(terms) > 1 else next(iter(terms.values()))
     if not bool(torch.isfinite(value)):
-        raise ValueError(f"the loss is {float(value)}")
+        raise ValueError(f"the loss is {float(value.detach())}")
     value.backward()
     if len(parts) > 1:
         for part in range(len(parts)):

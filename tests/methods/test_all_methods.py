@@ -1,0 +1,129 @@
+"""What holds for every method of the registry."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from idml.methods import METHODS, find_method
+from idml.methods.options import flatten_options, list_options
+from idml.model import load_model
+from idml.training.build import build
+from idml.training.config import TrainConfig, from_dict, to_dict
+from idml.training.distributed import Processes
+from idml.training.loop import train
+from idml.training.step import compute_gradients
+
+MIXING = ("mixup", "idml", "pel-mixup")
+
+
+def log_rows(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("loss", ["multi_similarity", "proxy_anchor"])
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_and_resumed_is_bit_identical(options, bit_identical_after_a_kill, method, loss):
+    tensors = bit_identical_after_a_kill({**options, "method": method, "loss": loss, "epochs": 2})
+    assert ("method.metric_loss.proxies" in tensors or "method.metric_loss.loss.proxies" in tensors) is (
+        loss == "proxy_anchor"
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_frozen_run_killed_and_resumed_is_bit_identical(options, bit_identical_after_a_kill, method):
+    frozen = {"trunk": "tf_efficientnet_lite0", "pretrained": True, "image_size": 32, "train": "heads", "crops": 2}
+    bit_identical_after_a_kill({**options, **frozen, "method": method, "epochs": 2}, step=5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_change_nothing(options, tmp_path, method):
+    weights = []
+    for workers in (0, 2):
+        run = tmp_path / str(workers)
+        train(from_dict({**options, "method": method, "epochs": 1, "workers": workers, "out": str(run)}))
+        weights.append((run / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_logs_what_the_method_measures(options, tmp_path, method):
+    metrics = train(from_dict({**options, "method": method, "epochs": 1, "out": str(tmp_path)}))
+    first = log_rows(tmp_path)[0]
+    assert ("level_mixed" in first) is (method in MIXING)
+    assert ("weight" in first) is (method in ("ism", "idml"))
+    taught = method in ("plain", "mixup")
+    assert ("loss_u" in first) is taught
+    assert first["loss"] == pytest.approx(first["loss_pairs"] + first["loss_u"] if taught else first["loss"])
+    assert metrics["steps"] > 0
+    gaussian = load_model(tmp_path).config.uncertainty == "gaussian"
+    assert gaussian is method.startswith("pel")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_of_a_batch_give_the_gradients_of_the_whole(method):
+    found = []
+    for size in (0, 5):
+        config = from_dict({
+            "data": "glyphs", "out": "-", "method": method, "image_size": 32, "embedding_dim": 8,
+            "loss": "proxy_anchor", "micro_batch": size, **({"u_hidden": 0} if method in ("plain", "mixup") else {}),
+        })  # fmt: skip
+        torch.manual_seed(0)
+        labels = torch.arange(16) % 4
+        model, trained = build(config, labels, 4)
+        model.trunk.eval()
+        model.heads(torch.ones(2, model.trunk.width))  # the uncertainty head starts at the scale of its first batch
+        batch = trained.add_images(torch.rand(16, 3, 32, 32), labels, seed=0, epoch=0, step=0)
+        terms, _ = compute_gradients(batch, torch.arange(16), model, trained, config, Processes(), seed=3)
+        parameters = [*model.named_parameters(), *trained.named_parameters()]
+        found.append((terms, {name: p.grad for name, p in parameters if p.grad is not None}))
+    (whole, expected), (parts, gradients) = found
+    assert parts == pytest.approx(whole, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=2e-3, atol=2e-4 * scale + 1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_method_adds_is_what_it_says_it_adds(method):
+    kind = find_method(method)
+    for ambiguity in ((), ("cutmix",), ("blur",)):
+        config = from_dict({
+            "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 4,
+            "method": method, "ambiguity": ambiguity, "batch_size": 8, "per_class": 2,
+        })  # fmt: skip
+        _, trained = build(config, torch.arange(8) % 4, 4)
+        images, labels = torch.rand(8, 3, 16, 16), torch.arange(8) % 4
+        batch, again = (trained.add_images(images, labels, seed=1, epoch=2, step=3) for _ in range(2))
+        added = len(batch.images) - 8
+        assert added == len(batch.labels) - 8 == kind.count_added(config.method_options, ambiguity, 8)
+        assert added == config.added_images
+        assert bool(trained.added_key()) is (added > 0)
+        assert torch.equal(batch.images[:8], images)
+        assert torch.equal(batch.images, again.images)
+        empty = trained.add_images(torch.zeros(8, 1, 1, 1), labels, seed=1, epoch=2, step=3)
+        assert torch.equal(empty.labels.ids, batch.labels.ids)  # a frozen trunk relies on it
+        assert empty.lam == batch.lam
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_options_are_documented_checked_and_of_one_kind(method):
+    own = list_options(find_method(method).Options)
+    assert all(option.text and option.default is not dataclasses.MISSING for option in own)
+    common = {field.name for field in dataclasses.fields(TrainConfig)}
+    for option in own:
+        assert option.name not in common
+        for other in METHODS:
+            same = {o.name: o.type for o in list_options(find_method(other).Options)}
+            assert same.get(option.name, option.type) == option.type  # one flag serves all methods that have it
+    config = from_dict({"data": "glyphs", "out": "x", "method": method})
+    assert from_dict(to_dict(config)) == config
+    assert flatten_options(config.method_options) == {option.name: option.default for option in own}
+
+
+def test_an_unknown_method_names_the_nearest():
+    for name in ("idm", ["idml"]):
+        with pytest.raises(ValueError, match="did you mean 'idml'"):
+            find_method(name)
