@@ -21,7 +21,7 @@ from idml.report_html import page, table
 from idml.search.answers import RiskTargets, State
 from idml.search.gallery import Gallery, Reply, open_or_create
 from idml.search.indexing import index_folder
-from idml.training.config import TrainConfig
+from idml.training.config import from_dict
 from idml.training.loop import train
 
 SETTINGS: dict[str, Any] = {
@@ -42,7 +42,7 @@ def demo(out: Path, *, report: Progress, note: Note) -> dict[str, Any]:
         if finished.exists():
             results[method] = json.loads(finished.read_text())
         else:
-            config = TrainConfig(out=str(run), method=method, **SETTINGS)
+            config = from_dict({**SETTINGS, "method": method, "out": str(run)})
             results[method] = train(config, resume=True, report=report, note=note)
     results["uncertainty"] = _uncertainty(out / "idml")
     results["search"] = show_search(load_glyphs().test, out / "idml", out, report=report, note=note)

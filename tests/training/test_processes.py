@@ -81,7 +81,10 @@ def test_two_processes_give_the_loss_and_gradients_of_one(steps, loss, method):
     assert "uncertainty.linear.weight" in one
     assert any(float(g.abs().max()) > 0 for k, g in one.items() if k.startswith("trunk"))
     for name, expected in one.items():
-        torch.testing.assert_close(two[name], expected, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(
+            two[name], expected, rtol=1e-4, atol=1e-6 + 1e-5 * scale, msg=lambda m: f"{name}: {m}"
+        )
 
 
 def test_a_whole_run_in_two_processes(options, tmp_path):
