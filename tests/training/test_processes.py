@@ -83,7 +83,7 @@ def test_two_processes_give_the_loss_and_gradients_of_one(steps, loss, method):
     for name, expected in one.items():
         scale = float(expected.abs().max())
         torch.testing.assert_close(
-            two[name], expected, rtol=1e-4, atol=1e-6 + 1e-5 * scale, msg=lambda m: f"{name}: {m}"
+            two[name], expected, rtol=1e-4, atol=1e-6 + 1e-5 * scale, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 

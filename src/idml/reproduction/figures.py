@@ -25,10 +25,10 @@ from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import class_batches
 from idml.embeddings import Embeddings
 from idml.losses import build_loss
+from idml.methods.pel import gaussian_kl_distances
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
 from idml.model.feature_cache import CLEAN, features_of
-from idml.methods.pel import gaussian_kl_distances
 from idml.reproduction.claims import Estimate, Found, estimate, gain, paper_gain
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import Arms, named_regime
