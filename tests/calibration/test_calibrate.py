@@ -68,7 +68,7 @@ def runs(tmp_path_factory, spec):
     for name, options in (
         ("idml", {"method": "idml"}),
         ("pel", {"method": "pel"}),
-        ("all", {"split": "all", "introspection": "none"}),
+        ("all", {"split": "all", "teach_u": "none"}),
     ):
         train(from_dict({"data": spec, "out": str(folder / name), **{**OPTIONS, **options}}))
     return folder

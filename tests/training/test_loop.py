@@ -5,6 +5,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import idml
 from idml import files
 from idml.losses import LOSSES
 from idml.model import Model, build_model, load_model
@@ -46,14 +47,12 @@ def test_without_pages_and_with_a_data_set_at_hand_the_run_is_the_same(options, 
         assert not (tmp_path / "without" / name).exists()
 
 
-def test_options_may_be_keywords(options, tmp_path):
-    keywords = train(out=str(tmp_path / "keywords"), **{**options, "epochs": 1, "tau": 4.0})
+def test_the_front_door_takes_flat_keywords(options, tmp_path):
+    keywords = idml.train(out=str(tmp_path / "keywords"), **{**options, "epochs": 1, "tau": 4.0})
     assert keywords == train(from_dict({"out": str(tmp_path / "config"), **options, "epochs": 1, "tau": 4.0}))
     assert yaml.safe_load((tmp_path / "keywords" / "config.yaml").read_text())["tau"] == 4.0
-    with pytest.raises(ValueError, match="as a configuration or as keywords, not both: tau"):
-        train(from_dict({"out": str(tmp_path / "both"), **options}), tau=4.0)
     with pytest.raises(ValueError, match="the option 'data' is missing"):
-        train(out="-")
+        idml.train(out="-")
 
 
 @pytest.mark.parametrize("loss", LOSSES)

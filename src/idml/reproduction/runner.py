@@ -102,7 +102,8 @@ class Store:
         """Return the options of a cell as `idml train` reads them; what it refuses is a ``ValueError``."""
         options = {**self.regime.base, **cell.options}
         own = options_of(options.get("method", TrainConfig.method))
-        shared = {key: v for key, v in options.items() if key in own or UNTAUGHT_U.get(key, MISSING) != v}
+        implied = {**UNTAUGHT_U, "detach": True}  # left out where the method has no such option: it does so anyway
+        shared = {key: v for key, v in options.items() if key in own or implied.get(key, MISSING) != v}
         return from_dict({**shared, "data": self.data, "out": str(out)})
 
     def read(self, cell: Cell) -> Row | None:

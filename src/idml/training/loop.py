@@ -37,7 +37,7 @@ from idml.training.build import (
     start_at_principal_components,
 )
 from idml.training.checkpoint import Position, load_checkpoint, lock_run, save_checkpoint
-from idml.training.config import Train, TrainConfig, fit_batch_size, from_dict, to_dict
+from idml.training.config import Train, TrainConfig, fit_batch_size, to_dict
 from idml.training.distributed import Processes
 from idml.training.run_log import Log, measure_uncertainty, stop_on_sigterm, write_report
 from idml.training.step import check_gradients, check_weights, compute_gradients
@@ -48,7 +48,7 @@ class Interrupted(Exception):
 
 
 def train(
-    config: TrainConfig | None = None,
+    config: TrainConfig,
     *,
     resume: bool = False,
     dataset: Dataset | None = None,
@@ -56,27 +56,21 @@ def train(
     report: Progress = silent,
     note: Note = silent,
     tested: Callable[[Embeddings], None] = lambda embeddings: None,
-    **options: Any,
 ) -> dict[str, Any]:
-    """Train a model and leave it in the run directory; returns what metrics.json holds.
+    """Train a model and leave it in ``config.out``; returns what metrics.json holds.
 
     Args:
-        config: the options of the run; or give them as keywords, as in ``train(data="glyphs", out="run", epochs=2)``.
+        config: the options of the run.
         resume: continue from the last checkpoint, if there is one.
         dataset: the data set that ``config.data`` names, if it is already loaded.
         pages: whether to write report.html and curves for TensorBoard.
         report: called with every row of log.jsonl, and with the number of images decoded while the cache is built.
         note: called with lines that a person should see.
         tested: called with the embeddings of the test images by the selected model.
-        options: the options of the run, flat, as `idml.training.config.from_dict` reads them.
 
     Of several processes the first one writes and reports; the others return an empty dictionary.
     """
-    # ---- setup: options, processes, the run directory, signals ----
-    if config is None:
-        config = from_dict(options)
-    elif options:
-        raise ValueError(f"give the options as a configuration or as keywords, not both: {', '.join(options)}")
+    # ---- setup: processes, the run directory, signals ----
     run, processes = Path(config.out), Processes()
     device = processes.device
     if config.precision != "float32" and device.type == "cpu":
@@ -142,8 +136,8 @@ def train(
         processes.broadcast(model, method)
         log = None
         if processes.first:
-            text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-            write_atomic(run / "config.yaml", text.encode())
+            options = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+            write_atomic(run / "config.yaml", options.encode())
             log = Log(run, progress.step, board=pages)
             stack.callback(log.close)
 
