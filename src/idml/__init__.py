@@ -7,6 +7,8 @@ use, so ``import idml`` is cheap.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from idml.version import __version__
+
 if TYPE_CHECKING:
     from idml.calibration.calibrate import calibrate_run as calibrate
     from idml.embeddings import Embeddings
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from idml.model.model import load_model
     from idml.search.gallery import Gallery
 
-__version__ = "0.1.0"
 __all__ = [
     "Embeddings",
     "Gallery",

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import idml
 from idml.files import write_atomic
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.model import PRETRAINED, ModelConfig, fingerprint_of, load_model
+from idml.version import __version__
 
 FORMAT = "1"  # raise it when the meaning of an exported file changes: older files are then exported again
 OPSET = 18
@@ -183,9 +183,9 @@ def _convert(network: _Network, images: Tensor, names: list[str], config: ModelC
         for field in ("metadata_props", "doc_string"):
             if field in part.DESCRIPTOR.fields_by_name:
                 part.ClearField(field)
-    model.producer_name, model.producer_version = "idml", idml.__version__
+    model.producer_name, model.producer_version = "idml", __version__
     about = {
-        "idml.version": idml.__version__,
+        "idml.version": __version__,
         "idml.format": FORMAT,
         "idml.fingerprint": fingerprint,
         "idml.config": json.dumps(dataclasses.asdict(config)),

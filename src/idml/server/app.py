@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-import idml
 from idml.search.answers import RiskTargets
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
@@ -25,6 +24,7 @@ from idml.server.schemas import AddedItem, Error, GalleryInfo, GalleryMap, Healt
 from idml.server.security import Keys, RequestGuard, Role
 from idml.server.service import Order, Service
 from idml.server.uploads import clean_label, open_image_file, read_form, read_header
+from idml.version import __version__
 
 _MAX_LABEL_BODY = 5000  # bytes
 
@@ -45,7 +45,7 @@ def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[
     app = FastAPI(
         title="idml",
         description="Image search that knows when it does not know.",
-        version=idml.__version__,
+        version=__version__,
         docs_url=None,  # its page would load scripts from another host
         redoc_url=None,
         redirect_slashes=False,
