@@ -1,4 +1,9 @@
-"""`idml demo`: the plain loss and IDML side by side on the embedded data set, then a gallery that answers queries."""
+"""`idml demo`: train the plain loss and IDML on glyphs, compare them, then build a gallery and search it.
+
+For the search, the test classes are split so that twins stay together: two fifths to calibrate on, two fifths for the
+collection, and the rest as queries whose class is not in the collection. Two images of each class of the collection are
+queries too. So no query was used for calibration.
+"""
 
 import json
 from collections import Counter
@@ -16,7 +21,7 @@ from idml.data.sampling import random_stream
 from idml.evaluation.evaluate import measure_ambiguity
 from idml.files import write_atomic
 from idml.model import load_model
-from idml.progress import Note, Progress
+from idml.progress import Note, Progress, image_counter
 from idml.report_html import page, table
 from idml.search.answers import RiskTargets, State
 from idml.search.gallery import Gallery, Reply, open_or_create
@@ -28,12 +33,15 @@ SETTINGS: dict[str, Any] = {
     "data": "glyphs", "loss": "multi_similarity", "trunk": "conv4", "pretrained": False, "image_size": 28,
     "embedding_dim": 64, "epochs": 2, "lr": 1e-3,
 }  # fmt: skip
+MAX_ERROR = 0.1
+_KNOWN_QUERIES = 2  # images of each class of the collection that are queries instead
+_UNKNOWN_QUERIES = 2  # images of each class outside the collection that are queries
 
 
 def demo(out: Path, *, report: Progress, note: Note) -> dict[str, Any]:
-    """Train both, compare them on the test classes, calibrate, index and ask; write ``out``/report.html.
+    """Train both, compare them on the test classes, calibrate, index and search; write ``out``/report.html.
 
-    A finished half is not trained again.
+    A finished run is not trained again.
     """
     results: dict[str, Any] = {}
     for method in ("plain", "idml"):
@@ -44,12 +52,12 @@ def demo(out: Path, *, report: Progress, note: Note) -> dict[str, Any]:
         else:
             config = from_dict({**SETTINGS, "method": method, "out": str(run)})
             results[method] = train(config, resume=True, report=report, note=note)
-    results["uncertainty"] = _uncertainty(out / "idml")
+    results["uncertainty"] = _measure_uncertainty(out / "idml")
     results["search"] = show_search(load_glyphs().test, out / "idml", out, report=report, note=note)
     figures = list(results["plain"]["selected"])
     rows = [[m, *(f"{results[m]['selected'][f]:.1%}" for f in figures)] for m in ("plain", "idml")]
     links = "".join(f"<li><a href='{m}/report.html'>{m}</a></li>" for m in ("plain", "idml"))
-    told = [[name, f"{value:.3f}"] for name, value in results["uncertainty"].items()]
+    aurocs = [[name, f"{value:.3f}"] for name, value in results["uncertainty"].items()]
     write_atomic(
         out / "report.html",
         page(
@@ -57,64 +65,53 @@ def demo(out: Path, *, report: Progress, note: Note) -> dict[str, Any]:
             "<h1>Plain loss and IDML on glyphs</h1>",
             f"<p>{SETTINGS['loss']}, {SETTINGS['epochs']} epochs, one seed: a first look, not a result.</p>",
             table(["method", *figures], rows),
-            "<h2>What ‖u‖ tells on the test classes (AUROC; 0.5 is chance)</h2>",
-            table(["question", "AUROC"], told),
-            describe(results["search"]),
+            "<h2>What ‖u‖ detects on the test classes (AUROC; 0.5 is chance)</h2>",
+            table(["question", "AUROC"], aurocs),
+            describe_search(results["search"]),
             f"<ul>{links}<li><a href='idml/calibration.html'>calibration</a></li></ul>",
         ),
     )
     return results
 
 
-def _uncertainty(run: Path) -> dict[str, float]:
-    """Whether ‖u‖ is larger for mixed images, and for images with an identical twin in another class."""
+def _measure_uncertainty(run: Path) -> dict[str, float]:
+    """Measure whether ‖u‖ is larger for mixed images, and for images with an identical twin in another class."""
     model = load_model(run)
     pixels = load_pixels(load_glyphs().test, resized_side(model.trunk.image_size))
-    told = measure_ambiguity(model, pixels)
+    measured = measure_ambiguity(model, pixels)
     return {
-        "mixed images above clean ones": told["auroc_mixed"],
-        "images with a twin above the rest": told["auroc_twins"],
+        "mixed images above clean ones": measured["auroc_mixed"],
+        "images with a twin above the rest": measured["auroc_twins"],
     }
 
 
-# -------------------- demo_search --------------------
-# The second half of `idml demo`: answers calibrated, a gallery indexed, queries asked, all on glyphs.
-#
-# The test classes are dealt out, twins staying together: two fifths to calibrate on, two fifths for the collection, of
-# which two images a class are kept back as queries, and the rest as queries whose class is not in the collection. So no
-# query was seen when the answers were calibrated.
-
-
-MAX_ERROR = 0.1
-_KEPT_BACK = 2  # images of each class of the collection that are queries instead
-_UNKNOWN = 2  # images of each other class that are queries
-
-
 def show_search(images: ImageSet, run: Path, out: Path, *, report: Progress, note: Note) -> dict[str, Any]:
-    """Write the images to folders, calibrate, index, ask; returns the counts and a sample of each answer."""
-    parts = deal_out(images)
+    """Write the images to folders, calibrate, index, search; return the counts and a sample of each answer."""
+    parts = split_images(images)
     for name, numbers in parts.items():
-        _write(images, numbers, out / "images" / name)
+        _write_images(images, numbers, out / "images" / name)
     calibrated = calibrate_run(run, f"folder:{out / 'images' / 'calibration'}", split="all", progress=report)
     with open_or_create(out / "gallery", run) as gallery:
         collection = out / "images" / "collection"
         index_folder(
             gallery,
             collection,
-            progress=lambda done, total: report({"done": done, "images": total, "what": "indexed"}),
+            progress=image_counter(report, "indexed"),
             note=note,
         )
-        replies = {name: _ask(gallery, images, parts[name], f"images/{name}") for name in ("known", "unknown")}
-    counts = {name: _count(answers) for name, answers in replies.items()}
-    samples = _samples([*replies["known"], *replies["unknown"]])
+        replies = {
+            name: _search_queries(gallery, images, parts[name], f"images/{name}") for name in ("known", "unknown")
+        }
+    counts = {name: _count_answers(answers) for name, answers in replies.items()}
+    samples = _choose_samples([*replies["known"], *replies["unknown"]])
     return {"max_error": MAX_ERROR, "calibration": calibrated["words"], "counts": counts, "samples": samples}
 
 
-def deal_out(images: ImageSet) -> dict[str, Tensor]:
-    """The numbers of the images of each part: calibration, collection, known and unknown (queries)."""
-    groups = _groups(images)
+def split_images(images: ImageSet) -> dict[str, Tensor]:
+    """Return the numbers of the images of each part: calibration, collection, known and unknown (queries)."""
+    groups = _find_twin_groups(images)
     order = torch.randperm(int(groups.max()) + 1, generator=random_stream("demo"))
-    part = (order * 5) // len(order)  # of each group: 0 and 1 calibrate, 2 and 3 are collected, 4 is unknown
+    part = (order * 5) // len(order)  # of each group: 0 and 1 calibrate, 2 and 3 are the collection, 4 is unknown
     place = part[groups][images.labels]
     turn = torch.zeros(len(images), dtype=torch.long)  # a random order within each class
     seen: Counter[int] = Counter()
@@ -125,14 +122,14 @@ def deal_out(images: ImageSet) -> dict[str, Tensor]:
     collected = (place == 2) | (place == 3)
     return {
         "calibration": (place < 2).nonzero().flatten(),
-        "collection": (collected & (turn >= _KEPT_BACK)).nonzero().flatten(),
-        "known": (collected & (turn < _KEPT_BACK)).nonzero().flatten(),
-        "unknown": ((place == 4) & (turn < _UNKNOWN)).nonzero().flatten(),
+        "collection": (collected & (turn >= _KNOWN_QUERIES)).nonzero().flatten(),
+        "known": (collected & (turn < _KNOWN_QUERIES)).nonzero().flatten(),
+        "unknown": ((place == 4) & (turn < _UNKNOWN_QUERIES)).nonzero().flatten(),
     }
 
 
-def _groups(images: ImageSet) -> Tensor:
-    """A number for each class; classes that share an image have the same one."""
+def _find_twin_groups(images: ImageSet) -> Tensor:
+    """Return a group number for each class; classes that share an image are in the same group."""
     group = list(range(len(images.classes)))
 
     def head(c: int) -> int:
@@ -148,41 +145,41 @@ def _groups(images: ImageSet) -> Tensor:
     return numbers
 
 
-def _file(images: ImageSet, number: int) -> str:
-    """Such as "U+0041 LATIN CAPITAL LETTER A/DejaVuSans.png": the first folder is the label."""
+def _file_name(images: ImageSet, number: int) -> str:
+    """Return a name such as "U+0041 LATIN CAPITAL LETTER A/DejaVuSans.png": the folder is the label."""
     font = Path(images.sources[number].name).stem
     return f"{images.classes[int(images.labels[number])]}/{font}.png"
 
 
-def _write(images: ImageSet, numbers: Tensor, folder: Path) -> None:
-    """The images as files, one sub-folder a class; what is there stays."""
+def _write_images(images: ImageSet, numbers: Tensor, folder: Path) -> None:
+    """Write images as files, one sub-folder per class; existing files stay."""
     for number in numbers.tolist():
-        path = folder / _file(images, number)
+        path = folder / _file_name(images, number)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             images.sources[number].decode().save(path)
 
 
-def _ask(gallery: Gallery, images: ImageSet, numbers: Tensor, folder: str) -> list[tuple[str, Reply]]:
-    """The file and the reply of each query."""
+def _search_queries(gallery: Gallery, images: ImageSet, numbers: Tensor, folder: str) -> list[tuple[str, Reply]]:
+    """Search for images; return the file name and the reply of each query."""
     queries = [images.sources[number].decode() for number in numbers.tolist()]
     replies = gallery.search(queries, 5, RiskTargets(max_error=MAX_ERROR))
-    return [(f"{folder}/{_file(images, n)}", reply) for n, reply in zip(numbers.tolist(), replies, strict=True)]
+    return [(f"{folder}/{_file_name(images, n)}", reply) for n, reply in zip(numbers.tolist(), replies, strict=True)]
 
 
-def _right(file: str, reply: Reply) -> bool:
+def _is_right(file: str, reply: Reply) -> bool:
     return bool(reply.results) and reply.results[0].label == file.split("/")[-2]
 
 
-def _count(answers: list[tuple[str, Reply]]) -> dict[str, int]:
-    """How many queries got each answer, and how many matches were wrong."""
+def _count_answers(answers: list[tuple[str, Reply]]) -> dict[str, int]:
+    """Count how many queries got each answer, and how many matches were wrong."""
     counts = {state.value: sum(reply.answer.state is state for _, reply in answers) for state in State}
-    wrong = sum(reply.answer.state is State.MATCH and not _right(file, reply) for file, reply in answers)
+    wrong = sum(reply.answer.state is State.MATCH and not _is_right(file, reply) for file, reply in answers)
     return {"queries": len(answers), **counts, "wrong matches": wrong}
 
 
-def _samples(answers: list[tuple[str, Reply]]) -> list[dict[str, Any]]:
-    """For each state the first query that got it, and the first one for another reason."""
+def _choose_samples(answers: list[tuple[str, Reply]]) -> list[dict[str, Any]]:
+    """Return for each state the first query that got it, and the first one for another reason."""
     taken: dict[tuple[str, str], dict[str, Any]] = {}
     for file, reply in answers:
         state, reason = reply.answer.state.value, reply.answer.reason
@@ -198,8 +195,8 @@ def _samples(answers: list[tuple[str, Reply]]) -> list[dict[str, Any]]:
     return sorted(taken.values(), key=lambda sample: [*State].index(State(sample["state"])))
 
 
-def describe(result: dict[str, Any]) -> str:
-    """The answers as a part of the demo's page."""
+def describe_search(result: dict[str, Any]) -> str:
+    """Build the part of the demo's page that shows the answers."""
     states = [state.value for state in State]
     header = ["queries", "", *states, "wrong matches"]
     rows = []
@@ -211,6 +208,6 @@ def describe(result: dict[str, Any]) -> str:
         chance = "" if s["probability"] is None else f"{s['probability']:.2f}"
         samples.append([s["image"], s["state"], s["reason"], chance, ", ".join(s["found"])])
     return (
-        f"<h2>Answers, at most {result['max_error']:.0%} wrong matches wished</h2>{table(header, rows)}"
+        f"<h2>Answers; at most {result['max_error']:.0%} of the matches may be wrong</h2>{table(header, rows)}"
         f"<h2>Samples</h2>{table(['query', 'answer', 'reason', 'P(right)', 'found'], samples)}"
     )

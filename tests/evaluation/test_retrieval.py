@@ -21,7 +21,7 @@ from idml.evaluation import evaluate_retrieval, retrieval
 from idml.evaluation import knn as neighbours
 from idml.evaluation.retrieval import class_sums, cluster_rows, normalized_mutual_information
 from idml.model import build_model
-from idml.model.feature_cache import view_features
+from idml.model.feature_cache import load_features
 
 
 def loops(order, labels, gallery_labels, relevant, recall_at):
@@ -111,7 +111,7 @@ def test_figures_on_real_images_are_those_of_other_libraries(tmp_path, monkeypat
     pixels = load_pixels(test, 73, folder=tmp_path)
     labels = pixels.images.labels[pixels.usable]
     monkeypatch.setenv("IDML_CACHE", str(tmp_path))
-    x = view_features(build_model(image_size=64), pixels)
+    x = load_features(build_model(image_size=64), pixels)
     names = ("precision_at_1", "r_precision", "mean_average_precision_at_r")
     knn = CustomKNN(LpDistance())
     theirs = AccuracyCalculator(include=names, knn_func=knn, k="max_bin_count").get_accuracy(x, labels)

@@ -142,7 +142,7 @@ def write(path, tensors, config, **more):
 def test_without_our_metadata(tmp_path, metadata):
     path = tmp_path / "other.safetensors"
     path.write_bytes(save({"weight": torch.ones(2)}, metadata=metadata))
-    refused(path, "holds no idml model configuration")
+    refused(path, "contains no idml model configuration")
 
 
 def test_tensors_that_do_not_fit(tmp_path):

@@ -9,7 +9,7 @@ from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import load_pixels
 from idml.evaluation import evaluate_retrieval
 from idml.model import build_model, load_model
-from idml.model.feature_cache import view_features
+from idml.model.feature_cache import load_features
 from idml.training.batches import FrozenStream, Stream
 from idml.training.build import build, start_at_principal_components
 from idml.training.config import from_dict
@@ -78,10 +78,10 @@ def test_methods_share_the_features_of_the_originals(frozen, monkeypatch, tmp_pa
 def test_another_trunk_has_other_features(frozen, monkeypatch, tmp_path):
     monkeypatch.setenv("IDML_CACHE", str(tmp_path))
     stream, _, model = streams(frozen)
-    first = view_features(model, stream.pixels)
+    first = load_features(model, stream.pixels)
     with torch.no_grad():
         next(model.trunk.parameters()).mul_(1.5)
-    second = view_features(model, stream.pixels)
+    second = load_features(model, stream.pixels)
     assert not torch.allclose(first, second)
 
 

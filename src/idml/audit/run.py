@@ -27,7 +27,7 @@ from idml.embeddings import Embeddings
 from idml.evaluation.evaluate import ImageCounter, load_model_pixels
 from idml.files import write_atomic
 from idml.model import Model, build_model, fingerprint, load_model
-from idml.model.feature_cache import features_of, view_features
+from idml.model.feature_cache import compute_features, load_features
 from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress, image_counter, silent
 from idml.report_html import drawing, page, picture, table
@@ -137,7 +137,7 @@ def _prepare_input(
     """Embed all readable images and hash their pixels; ``raw``: use the features of the trunk, without u."""
     numbers, embeddings, checksums, sketches, start = [], [], [], [], 0
     for pixels in parts:
-        features = view_features(model, pixels, progress=counted(f"of {pixels.images.name}"))
+        features = load_features(model, pixels, progress=counted(f"of {pixels.images.name}"))
         embeddings.append(_embed(model, features, raw, pixels))
         usable = pixels.usable
         numbers.append(usable + start)
@@ -162,7 +162,7 @@ def _measure_near(model: Model, raw: bool, pixels: Pixels, embeddings: Embedding
     chosen = torch.randperm(len(pixels.usable), generator=random_stream("audit copies"))[:_COPIES].sort().values
     views = _CROPPED.images(pixels, pixels.usable[chosen], model.trunk.image_size)
     device = model.semantic.weight.device
-    features = torch.from_numpy(np.concatenate([features_of(model, part.to(device)) for part in views.split(64)]))
+    features = torch.from_numpy(np.concatenate([compute_features(model, part.to(device)) for part in views.split(64)]))
     copies = _embed(model, features, raw, pixels)
     distances = torch.linalg.vector_norm(copies.unit - embeddings[chosen].unit, dim=1)
     return float(distances.quantile(0.9))

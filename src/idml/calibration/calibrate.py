@@ -28,13 +28,13 @@ from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown, l
 from idml.calibration.report import build_page
 from idml.calibration.risk_control import ERROR_RATES
 from idml.calibration.stored import Calibration, split_queries
+from idml.data.augment import CLEAN
 from idml.data.sampling import random_stream
 from idml.evaluation.bootstrap import Rounds, draw_classes, interval, resampled_auroc, resampled_uncertainty
 from idml.evaluation.evaluate import EvaluatedModel, describe_untaught, read_run_options
 from idml.evaluation.uncertainty import auroc, evaluate_uncertainty
 from idml.files import write_atomic
 from idml.model import fingerprint
-from idml.model.feature_cache import CLEAN
 from idml.progress import Note, Progress, image_counter, silent
 
 FILES = {"labelled": "calibration.json", "unlabelled": "calibration-unlabelled.json"}

@@ -1,7 +1,8 @@
-"""Crops and flips, and the ways to make images ambiguous: Mixup, CutMix, low resolution, blur, occlusion.
+"""Augmentation: crops and flips, ways to make images ambiguous (mixtures, low resolution, blur, occlusion), and views.
 
-All act on a batch [n, c, h, w] of floats in [0, 1] (uint8 is converted) on its own device. Random numbers come from a
-CPU generator (``sampling.random_stream``), so they are the same on every device.
+All functions act on a batch [n, c, h, w] of floats in [0, 1] (uint8 is converted) on its own device. Random numbers
+come from a CPU generator (``sampling.random_stream``), so they are the same on every device. A *view* is how evaluation
+sees an image: as it is, mixed with another, or degraded.
 """
 
 import math
@@ -24,9 +25,42 @@ MIXTURES = ("mixup", "cutmix")
 KINDS = (*MIXTURES, *IN_PLACE)
 
 
+# -------------------- crops --------------------
+
+
+def crop_and_flip(images: Tensor, size: int, generator: torch.Generator, p: float = 0.5) -> Tensor:
+    """Crop a random window of ``size`` × ``size`` from each image, mirrored left to right with probability p."""
+    h, w = _room(images, size)
+    top = torch.randint(h + 1, (len(images),), generator=generator).tolist()
+    left = torch.randint(w + 1, (len(images),), generator=generator).tolist()
+    flipped = _chosen(len(images), p, generator).to(images.device)
+    # Stacking slices copies whole rows: on a CPU four times as fast as gathering by index.
+    crops = torch.stack([x[:, i : i + size, j : j + size] for x, i, j in zip(images, top, left, strict=True)])
+    crops[flipped] = crops[flipped].flip(3)
+    return _floats(crops)
+
+
+def centre_crop(images: Tensor, size: int) -> Tensor:
+    """Crop the middle ``size`` × ``size`` of each image."""
+    top, left = (room // 2 for room in _room(images, size))
+    return _floats(images[:, :, top : top + size, left : left + size])
+
+
+def _room(images: Tensor, size: int) -> tuple[int, int]:
+    """Return how far a window can move down and right."""
+    _check_images(images)
+    h, w = images.shape[2:]
+    if not 1 <= size <= min(h, w):
+        raise ValueError(f"a crop of {size} × {size} does not fit images of {h} × {w}")
+    return h - size, w - size
+
+
+# -------------------- ambiguity in training --------------------
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images, their label sets, which of them are mixtures, and the share λ of the first parent in those."""
+    """Images, their label sets, which of them are mixtures, and the share λ of the first image in the mixtures."""
 
     images: Tensor
     labels: LabelSets
@@ -43,11 +77,11 @@ def apply_ambiguity(
     epoch: int,
     step: int,
 ) -> Batch:
-    """A training batch with the given kinds of ambiguity, each with its defaults.
+    """Build a training batch with the given kinds of ambiguity, each with its defaults.
 
-    ``low_resolution``, ``blur`` and ``occlusion`` act in place, in this order; then ``mixup`` or ``cutmix`` adds as
-    many mixed images. With both of these, each batch draws which one it gets. Every kind has its own random stream:
-    adding one changes nothing about the others.
+    ``low_resolution``, ``blur`` and ``occlusion`` change the images, in this order; then ``mixup`` or ``cutmix`` adds
+    as many mixed images. With both, each batch draws one of the two. Every kind has its own random stream: adding one
+    changes nothing about the others.
     """
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in kinds:
@@ -70,7 +104,7 @@ def apply_ambiguity(
 def with_mixtures(
     images: Tensor, labels: Tensor, kind: str, generator: torch.Generator, *, lam: float | None = None
 ) -> Batch:
-    """The n images followed by n mixtures of them, as one batch of 2n; ``kind`` is ``mixup`` or ``cutmix``."""
+    """Build a batch of 2n: the n images, then n mixtures of them; ``kind`` is ``mixup`` or ``cutmix``."""
     _check_kind(kind, MIXTURES)
     images = _floats(images)
     lam = _lambda(lam, generator)
@@ -83,7 +117,7 @@ def with_mixtures(
 def mixup(
     images: Tensor, labels: Tensor, generator: torch.Generator, *, lam: float | None = None
 ) -> tuple[Tensor, LabelSets]:
-    """x = λx₁ + (1−λ)x₂ with the label set {l₁, l₂} (Zhang et al., 2018).
+    """Mix images, x = λx₁ + (1−λ)x₂, with the label set {l₁, l₂} (Zhang et al., 2018).
 
     One λ ~ Beta(1, 1) for the batch, unless ``lam`` is given. x₂ runs through a random permutation of the batch that
     is a single cycle: no image is its own partner, every image is one once.
@@ -96,10 +130,10 @@ def mixup(
 def cutmix(
     images: Tensor, labels: Tensor, generator: torch.Generator, *, lam: float | None = None
 ) -> tuple[Tensor, LabelSets]:
-    """x₁ with a box of x₂ of the share 1 − λ of the area, with the label set {l₁, l₂} (Yun et al., 2019).
+    """Paste into x₁ a box of x₂ with the share 1 − λ of the area; the label set is {l₁, l₂} (Yun et al., 2019).
 
-    λ and partners are those of ``mixup``. The box is one for the batch, has the image's aspect ratio and lies wholly
-    inside (the original lets the border clip it), so that its area is right up to rounding to whole pixels.
+    λ and partners are as in ``mixup``. The box is the same for the whole batch, has the image's aspect ratio and lies
+    inside the image (in the original the border may clip it), so its area is exact up to rounding to whole pixels.
     """
     x, lam = _floats(images), _lambda(lam, generator)
     partner, sets = _partners(x, labels, generator)
@@ -126,7 +160,7 @@ def _partners(x: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Te
 
 
 def low_resolution(images: Tensor, factor: float = 200 / 256) -> Tensor:
-    """Resized to ``factor`` of their size and back, bilinear, without aliasing: fine detail is lost in every image."""
+    """Resize images to ``factor`` of their size and back, bilinear, with antialiasing: fine detail is lost."""
     images = _floats(images)
     if not 0 < factor <= 1:
         raise ValueError(f"the resolution factor must lie above 0 and at most at 1, got {factor}")
@@ -141,7 +175,7 @@ def low_resolution(images: Tensor, factor: float = 200 / 256) -> Tensor:
 def blur(
     images: Tensor, generator: torch.Generator, p: float = 0.5, sigma: float | tuple[float, float] = (0.1, 2.0)
 ) -> Tensor:
-    """Each image with probability p convolved with a Gaussian exp(−t²/2σ²), its σ in pixels uniform in a range.
+    """Blur each image with probability p by a Gaussian exp(−t²/2σ²), its σ in pixels uniform in a range.
 
     A single number fixes σ; the default range is SimCLR's. The Gaussian ends at 3 × the largest σ. The border is
     mirrored with the edge repeated, so the mean brightness stays.
@@ -168,7 +202,7 @@ def blur(
 def occlude(
     images: Tensor, generator: torch.Generator, p: float = 0.5, share: float | tuple[float, float] = (0.02, 0.33)
 ) -> Tensor:
-    """Each image with probability p loses a random rectangle, as in random erasing (Zhong et al., 2020).
+    """Hide a random rectangle of each image with probability p, as in random erasing (Zhong et al., 2020).
 
     The rectangle has a share of the area uniform in a range (a single number fixes it) and a height : width log-uniform
     in 0.3 … 3.3, as far as it fits, and is filled with the image's own mean colour.
@@ -187,35 +221,109 @@ def occlude(
     return torch.where(hidden, images.mean(dim=(2, 3), keepdim=True), images)
 
 
-def crop_and_flip(images: Tensor, size: int, generator: torch.Generator, p: float = 0.5) -> Tensor:
-    """A random window of ``size`` × ``size`` of each image, mirrored left to right with probability p."""
-    h, w = _room(images, size)
-    top = torch.randint(h + 1, (len(images),), generator=generator).tolist()
-    left = torch.randint(w + 1, (len(images),), generator=generator).tolist()
-    flipped = _chosen(len(images), p, generator).to(images.device)
-    # Stacking slices copies whole rows: on a CPU four times as fast as gathering by index.
-    crops = torch.stack([x[:, i : i + size, j : j + size] for x, i, j in zip(images, top, left, strict=True)])
-    crops[flipped] = crops[flipped].flip(3)
-    return _floats(crops)
+# -------------------- views in evaluation --------------------
 
 
-def centre_crop(images: Tensor, size: int) -> Tensor:
-    """The middle ``size`` × ``size`` of each image."""
-    top, left = (room // 2 for room in _room(images, size))
-    return _floats(images[:, :, top : top + size, left : left + size])
+Kind = Literal["clean", "mixed", "crop", "blur", "low_resolution", "occlusion"]
 
 
-def _room(images: Tensor, size: int) -> tuple[int, int]:
-    """How far a window can move down and right."""
-    _check_images(images)
-    h, w = images.shape[2:]
-    if not 1 <= size <= min(h, w):
-        raise ValueError(f"a crop of {size} × {size} does not fit images of {h} × {w}")
-    return h - size, w - size
+@dataclass(frozen=True)
+class View:
+    """A way in which evaluation sees images, and its strength.
+
+    A view is a pure function of an image's number and the seed, so every model sees the same pixels.
+
+    ======================  ====================================================================
+    ``clean``               the centre of the image
+    ``mixed``               strength = the share of another image, of another class
+    ``crop``                strength = the share of the side that is cut away at a random place; enlarged again
+    ``blur``                strength = σ of the Gaussian, as a share of the side
+    ``low_resolution``      strength = the share of the resolution that is lost, each way
+    ``occlusion``           strength = the share of the area that is hidden by a grey box
+    ======================  ====================================================================
+    """
+
+    kind: Kind = "clean"
+    strength: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(unknown_name("view", self.kind, get_args(Kind)))
+        if not 0 <= self.strength < 1 or math.isnan(self.strength):
+            raise ValueError(f"the strength of a view lies in 0 … 1, got {self.strength}")
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("clean", "mixed") else f"{self.kind} {self.strength:g}"
+
+    def images(self, pixels: Pixels, numbers: Tensor, size: int) -> Tensor:
+        """Return the chosen images in this view, floats [n, 3, size, size]."""
+        images = centre_crop(pixels.batch(numbers), size)
+        if self.kind == "mixed":
+            partner = other_class(pixels.images.labels[pixels.usable], self.seed)
+            place = torch.searchsorted(pixels.usable, numbers)
+            others = centre_crop(pixels.batch(pixels.usable[partner[place]]), size)
+            return (1 - self.strength) * images + self.strength * others
+        if self.kind == "blur" and self.strength:
+            return blur(images, random_stream("view"), p=1.0, sigma=self.strength * size)
+        if self.kind == "low_resolution":
+            return low_resolution(images, 1 - self.strength)
+        if self.kind == "clean":
+            return images
+        seen = [self._degrade_one(image, number) for image, number in zip(images, numbers.tolist(), strict=True)]
+        return torch.cat(seen)
+
+    def _degrade_one(self, image: Tensor, number: int) -> Tensor:
+        """Degrade one image by its own random draw, which does not depend on the other images."""
+        generator = random_stream(f"view {self.kind}", self.seed, number)
+        if self.kind == "occlusion":
+            return occlude(image[None], generator, p=1.0, share=self.strength)
+        size = image.shape[1]
+        side = max(1, round(size * (1 - self.strength)))
+        top, left = (int(torch.randint(size - side + 1, (), generator=generator)) for _ in range(2))
+        window = image[None, :, top : top + side, left : left + side]
+        return functional.interpolate(window, size, mode="bilinear", antialias=True)
+
+
+CLEAN = View()
+MIXED = View("mixed", 0.5)
+_STRENGTHS: dict[Kind, tuple[float, ...]] = {
+    "crop": (0.2, 0.4, 0.6),
+    "blur": (0.01, 0.02, 0.04),
+    "low_resolution": (0.5, 0.75, 0.875),
+    "occlusion": (0.1, 0.25, 0.5),
+}
+GRADED = tuple(View(kind, strength) for kind, strengths in _STRENGTHS.items() for strength in strengths)
+MIDDLE = GRADED[1::3]  # the middle one of the three strengths of each kind
+
+
+def other_class(labels: Tensor, seed: int) -> Tensor:
+    """Draw for each of n labels the place of a different label, by a seeded permutation.
+
+    If the permutation gives the same class, the next place of another class is taken (cyclically). So one partner may
+    serve several images.
+    """
+    if len(labels) == 0 or bool((labels == labels[0]).all()):
+        raise ValueError("mixing images of different classes needs two classes")
+    order = torch.randperm(len(labels), generator=random_stream("partners", seed))
+    partner = order.roll(1)[order.argsort()]  # the one before it in a random cycle
+    place = order.argsort()[partner]
+    unequal = labels[partner] != labels
+    while not bool(unequal.all()):
+        place = torch.where(unequal, place, (place + 1) % len(labels))
+        partner = order[place]
+        unequal = labels[partner] != labels
+    return partner
+
+
+# -------------------- shared by the above --------------------
 
 
 def _boxes(shares: Tensor, ratio: Tensor, h: int, w: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Boxes at random places with given shares of the area and height : width; masks [n, 1, h, 1], [n, 1, 1, w]."""
+    """Draw boxes at random places with given shares of the area and height : width.
+
+    Returns the masks of their rows [n, 1, h, 1] and columns [n, 1, 1, w].
+    """
     height = (shares * ratio * (h * w)).sqrt().round().clamp(1, h)
     width = (shares * (h * w) / height).round().clamp(0, w)
 
@@ -228,13 +336,13 @@ def _boxes(shares: Tensor, ratio: Tensor, h: int, w: int, generator: torch.Gener
 
 
 def _mirrored(side: int, radius: int, device: torch.device) -> Tensor:
-    """Where the places −radius … side + radius − 1 lie in an image that goes on mirrored: … 1 0 | 0 1 … | … ."""
+    """Return the places −radius … side + radius − 1 of an image that continues mirrored: … 1 0 | 0 1 … | … ."""
     place = torch.arange(-radius, side + radius, device=device) % (2 * side)
     return torch.minimum(place, 2 * side - 1 - place)
 
 
 def _chosen(n: int, p: float, generator: torch.Generator) -> Tensor:
-    """The numbers of the images that are drawn with probability p each."""
+    """Draw each of n images with probability p; return their numbers."""
     if not 0 <= p <= 1:
         raise ValueError(f"a probability lies in 0 … 1, got {p}")
     return (torch.rand(n, generator=generator) < p).nonzero().flatten()
@@ -269,98 +377,3 @@ def _labels_of(images: Tensor, labels: Tensor) -> Tensor:
     if len(labels) != len(images):
         raise ValueError(f"{len(images)} images but {len(labels)} labels")
     return labels.to(images.device)
-
-
-# -------------------- views --------------------
-# How a test sees images: as they are, mixed with another, or degraded at a graded strength.
-#
-# A view is a pure function of the image's number and the seed, so that every model is shown the same pixels.
-
-
-Kind = Literal["clean", "mixed", "crop", "blur", "low_resolution", "occlusion"]
-
-
-@dataclass(frozen=True)
-class View:
-    """A way of seeing images, and how strong it is.
-
-    ======================  ====================================================================
-    ``clean``               the centre of the image
-    ``mixed``               strength = the share of another image, of another class
-    ``crop``                strength = the share of the side that is cut away at a random place; enlarged again
-    ``blur``                strength = σ of the Gaussian, as a share of the side
-    ``low_resolution``      strength = the share of the resolution that is lost, each way
-    ``occlusion``           strength = the share of the area that is hidden by a grey box
-    ======================  ====================================================================
-    """
-
-    kind: Kind = "clean"
-    strength: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"unknown view {self.kind!r}; known are {', '.join(get_args(Kind))}")
-        if not 0 <= self.strength < 1 or math.isnan(self.strength):
-            raise ValueError(f"the strength of a view lies in 0 … 1, got {self.strength}")
-
-    def __str__(self) -> str:
-        return self.kind if self.kind in ("clean", "mixed") else f"{self.kind} {self.strength:g}"
-
-    def images(self, pixels: Pixels, numbers: Tensor, size: int) -> Tensor:
-        """The chosen images seen this way, floats [n, 3, size, size]."""
-        images = centre_crop(pixels.batch(numbers), size)
-        if self.kind == "mixed":
-            partner = other_class(pixels.images.labels[pixels.usable], self.seed)
-            place = torch.searchsorted(pixels.usable, numbers)
-            others = centre_crop(pixels.batch(pixels.usable[partner[place]]), size)
-            return (1 - self.strength) * images + self.strength * others
-        if self.kind == "blur" and self.strength:
-            return blur(images, random_stream("view"), p=1.0, sigma=self.strength * size)
-        if self.kind == "low_resolution":
-            return low_resolution(images, 1 - self.strength)
-        if self.kind == "clean":
-            return images
-        seen = [self._alone(image, number) for image, number in zip(images, numbers.tolist(), strict=True)]
-        return torch.cat(seen)
-
-    def _alone(self, image: Tensor, number: int) -> Tensor:
-        """What is drawn for each image by itself, so that it does not depend on its company."""
-        generator = random_stream(f"view {self.kind}", self.seed, number)
-        if self.kind == "occlusion":
-            return occlude(image[None], generator, p=1.0, share=self.strength)
-        size = image.shape[1]
-        side = max(1, round(size * (1 - self.strength)))
-        top, left = (int(torch.randint(size - side + 1, (), generator=generator)) for _ in range(2))
-        window = image[None, :, top : top + side, left : left + side]
-        return functional.interpolate(window, size, mode="bilinear", antialias=True)
-
-
-MIXED = View("mixed", 0.5)
-_STRENGTHS: dict[Kind, tuple[float, ...]] = {
-    "crop": (0.2, 0.4, 0.6),
-    "blur": (0.01, 0.02, 0.04),
-    "low_resolution": (0.5, 0.75, 0.875),
-    "occlusion": (0.1, 0.25, 0.5),
-}
-GRADED = tuple(View(kind, strength) for kind, strengths in _STRENGTHS.items() for strength in strengths)
-MIDDLE = GRADED[1::3]  # the middle one of the three strengths of each kind
-
-
-def other_class(labels: Tensor, seed: int) -> Tensor:
-    """For each of n labels the place of one that differs from it, drawn by a seeded permutation.
-
-    Where the permutation meets its own class, the next place (going round) of another class is taken, so a partner may
-    serve more than one image there.
-    """
-    if len(labels) == 0 or bool((labels == labels[0]).all()):
-        raise ValueError("mixing images of different classes needs two classes")
-    order = torch.randperm(len(labels), generator=random_stream("partners", seed))
-    partner = order.roll(1)[order.argsort()]  # the one before it in a random cycle
-    place = order.argsort()[partner]
-    unequal = labels[partner] != labels
-    while not bool(unequal.all()):
-        place = torch.where(unequal, place, (place + 1) % len(labels))
-        partner = order[place]
-        unequal = labels[partner] != labels
-    return partner

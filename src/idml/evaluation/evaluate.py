@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from idml.data.augment import GRADED, MIDDLE, MIXED, View, other_class
+from idml.data.augment import CLEAN, GRADED, MIDDLE, MIXED, View, other_class
 from idml.data.datasets import Dataset, ImageSet, load_dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
@@ -39,7 +39,7 @@ from idml.evaluation.uncertainty import auroc, auroc_between
 from idml.files import write_atomic
 from idml.metric import IntrospectiveMetric
 from idml.model import Model, fingerprint, load_model
-from idml.model.feature_cache import CLEAN, embed_view, view_features
+from idml.model.feature_cache import embed_view, load_features
 from idml.progress import Count, Note, Progress, image_counter, silent
 
 VERSION = 1  # raise it if the meaning of a figure changes: stored results are then computed again
@@ -271,7 +271,7 @@ class EvaluatedModel:
         """Embed the queries (or other images) in a view; returns their features and embeddings, all finite."""
         pixels = pixels or self.queries
         images = pixels.images
-        features = view_features(self.model, pixels, view, progress=self.count_images(f"of {images.name}, {view}"))
+        features = load_features(self.model, pixels, view, progress=self.count_images(f"of {images.name}, {view}"))
         embeddings = self.model.embed_features(features)
         sound = [x.isfinite().all(dim=1) for x in (features, embeddings.semantic, embeddings.uncertainty)]
         bad = (~torch.stack(sound).all(dim=0)).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""The model: a trunk and two linear heads, y = {s, u}; saved as one safetensors file that carries its configuration."""
+"""The model: a trunk and two heads, y = {s, u}; saved as one safetensors file that contains its configuration."""
 
 import dataclasses
 import hashlib
@@ -20,23 +20,26 @@ from idml.model.backbones import PACKAGED, Stages, Trunk, build_trunk
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
+LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
+LOG_VARIANCE_RANGE = (-14.0, 4.0)
+START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything needed to build a model again, but its weights."""
+    """Everything needed to build a model, except its weights."""
 
     trunk: str = PACKAGED
     embedding_dim: int = 512
     uncertainty: Literal["introspective", "gaussian"] = "introspective"
-    """What the second head gives: u of the paper, or the σ of the PEL baseline."""
+    """The output of the second head: u of the paper, or the σ of the PEL baseline."""
     detach: bool = False
-    """Whether the uncertainty head reads the features without sending gradient back into the trunk."""
+    """Whether the uncertainty head reads the features without passing gradient back into the trunk."""
     u_hidden: int = 0
     """Width of a hidden layer in the uncertainty head; 0 means none, a linear head."""
     in_chans: int = 3
     image_size: int | None = None
-    """Pixels; None takes what the trunk was made for."""
+    """Pixels; None takes the size the trunk was trained on."""
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "in_chans", "image_size"):
@@ -55,8 +58,92 @@ class ModelConfig:
             raise ValueError("u_hidden goes with uncertainty='introspective': the Gaussian head is linear")
 
 
+def standard_deviation(log_variance: Tensor) -> Tensor:
+    """Return σ = exp(½·log σ²), log σ² clamped to [−14, 4]."""
+    return (0.5 * full_precision(log_variance).clamp(*LOG_VARIANCE_RANGE)).exp()
+
+
+class UncertaintyHead(nn.Module):
+    """The head that maps features to u = c·W·features + b (not normalised), or to the σ of the PEL baseline.
+
+    u starts small, independent of the scale of the trunk's features: the first batch fixes c so that the mean of ‖u‖ is
+    0.05. So training begins at the plain metric. (For σ: log σ² begins at −12.) c is small and not W, because an
+    optimiser like Adam changes every weight by the learning rate, independent of its size: small weights on large
+    features would raise ‖u‖ to 60 within ten steps.
+
+    With ``u_hidden`` the features are standardised by the first batch and pass through a hidden layer before W. In
+    training, half of them and half of the layer drop out; otherwise the head memorises a few thousand images.
+    """
+
+    started: Tensor
+    scale: Tensor
+    centre: Tensor
+    spread: Tensor
+
+    def __init__(self, width: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, config.u_hidden) if config.u_hidden else None
+        if self.hidden is not None:
+            self.register_buffer("centre", torch.zeros(width))
+            self.register_buffer("spread", torch.ones(width))
+        self.linear = nn.Linear(config.u_hidden or width, config.embedding_dim)
+        nn.init.constant_(self.linear.bias, LOG_VARIANCE_START if config.uncertainty == "gaussian" else 0.0)
+        self.register_buffer("started", torch.tensor(False))
+        self.register_buffer("scale", torch.tensor(1.0))
+        self._known_started = False  # a copy in Python, so that no step waits for the GPU
+        self.gaussian, self.detach = config.uncertainty == "gaussian", config.detach
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return u or σ for each row of features [n, dim]."""
+        if self.detach:
+            features = features.detach()
+        if not self._known_started:
+            if not bool(self.started):
+                self._start(features)
+            self._known_started = bool(self.started)
+        features = self._hidden_features(features)
+        out = full_precision(nn.functional.linear(features, self.linear.weight)) * self.scale + self.linear.bias
+        return standard_deviation(out) if self.gaussian else out
+
+    @torch.no_grad()
+    def _start(self, features: Tensor) -> None:
+        if self.hidden is not None:
+            self._standardise(features)
+            features = self._hidden_features(features, drop=False)
+        raw = full_precision(nn.functional.linear(features, self.linear.weight.to(features.dtype)))
+        level = _mean_over_processes(torch.linalg.vector_norm(raw, dim=1).mean())
+        if bool(torch.isfinite(level)) and float(level) > 0:
+            wanted = START_LEVEL * (raw.shape[1] ** 0.5 if self.gaussian else 1.0)
+            self.scale.copy_(wanted / level)
+            self.started.fill_(True)
+
+    def _hidden_features(self, features: Tensor, drop: bool = True) -> Tensor:
+        """Return the input of the last layer: the features, or the hidden layer's output."""
+        if self.hidden is None:
+            return features
+        drop = drop and self.training
+        x = dropout((full_precision(features) - self.centre) / self.spread, training=drop)
+        return dropout(self.hidden(x).relu(), training=drop)
+
+    def _standardise(self, features: Tensor) -> None:
+        x = full_precision(features)
+        centre = _mean_over_processes(x.mean(dim=0))
+        spread = _mean_over_processes((x - centre).square().mean(dim=0)).sqrt()
+        if bool(torch.isfinite(spread).all()):
+            self.centre.copy_(centre)
+            self.spread.copy_(torch.where(spread > 1e-6 * centre.abs(), spread, 1.0))
+
+
+def _mean_over_processes(share: Tensor) -> Tensor:
+    """Average over all processes, each of which sees a share of the batch."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(share)
+        share = share / torch.distributed.get_world_size()
+    return share
+
+
 class Model(nn.Module):
-    """Images to `Embeddings`. Images are uint8, or floats in [0, 1]; the model normalises them itself."""
+    """A network from images to `Embeddings`. Images are uint8 or floats in [0, 1]; the model normalises them."""
 
     def __init__(self, config: ModelConfig, *, pretrained: bool = False) -> None:
         super().__init__()
@@ -68,11 +155,11 @@ class Model(nn.Module):
         self.uncertainty = UncertaintyHead(self.trunk.width, config)
 
     def forward(self, images: Tensor) -> Embeddings:
-        """The embeddings of a batch of images [n, c, h, w]."""
+        """Embed a batch of images [n, c, h, w]."""
         return self.heads(self.features(images))
 
     def features(self, images: Tensor) -> Tensor:
-        """The trunk's pooled features [n, width]."""
+        """Return the trunk's pooled features [n, width]."""
         if images.ndim != 4 or images.shape[1] != self.config.in_chans:
             raise ValueError(f"images must be [n, {self.config.in_chans}, height, width], got {list(images.shape)}")
         if len(images) == 0:
@@ -85,20 +172,20 @@ class Model(nn.Module):
         return out
 
     def heads(self, features: Tensor) -> Embeddings:
-        """The embeddings of given features [n, width]."""
+        """Return the embeddings of features [n, width]."""
         return Embeddings(full_precision(self.semantic(features)), self.uncertainty(features))
 
     @cached_property
     def stages(self) -> Stages:
-        """The trunk in two, where its last stage is known."""
+        """The trunk in two parts; a trunk whose last stage is not known is a ``ValueError``."""
         return Stages(self.trunk)
 
     def last_stage(self, activations: Tensor) -> Embeddings:
-        """The embeddings of what the trunk's last stage sees [n, c, h, w]."""
+        """Return the embeddings of inputs of the trunk's last stage [n, c, h, w]."""
         return self.heads(self.stages.features(activations))
 
     def embed(self, images: "Tensor | str | Path | Sequence[str | Path]", *, batch_size: int = 64) -> Embeddings:
-        """The embeddings of images (a tensor) or of image files (paths), on the CPU, as the test protocol sees them.
+        """Embed images (a tensor) or image files (paths) by the test protocol; the result is on the CPU.
 
         Files are decoded, resized and cropped in the centre to the model's image size.
         """
@@ -110,18 +197,18 @@ class Model(nn.Module):
             raise ValueError(f"batch_size must be 1 or larger, got {batch_size}")
         if isinstance(images, Tensor) and images.is_floating_point() and float(images.max()) > 2:
             raise ValueError(f"float images must lie in [0, 1], these reach {float(images.max()):.0f}; divide by 255")
-        return self._embedded(self, self._batches(images, batch_size))
+        return self._embed_batches(self, self._batches(images, batch_size))
 
     def embed_features(self, features: Tensor, *, batch_size: int = 4096) -> Embeddings:
-        """The embeddings of features [n, width] that the trunk made before, on the CPU."""
-        return self._embedded(self.heads, features.split(batch_size))
+        """Embed features [n, width] that the trunk computed before; the result is on the CPU."""
+        return self._embed_batches(self.heads, features.split(batch_size))
 
     def embed_activations(self, batches: Iterable[Tensor]) -> Embeddings:
-        """The embeddings of batches of what the trunk's last stage sees, on the CPU."""
-        return self._embedded(self.last_stage, batches)
+        """Embed batches of inputs of the trunk's last stage; the result is on the CPU."""
+        return self._embed_batches(self.last_stage, batches)
 
     @torch.no_grad()
-    def _embedded(self, function: Callable[[Tensor], Embeddings], batches: Iterable[Tensor]) -> Embeddings:
+    def _embed_batches(self, function: Callable[[Tensor], Embeddings], batches: Iterable[Tensor]) -> Embeddings:
         device, modes = self.semantic.weight.device, [(module, module.training) for module in self.modules()]
         self.eval()
         try:
@@ -144,7 +231,7 @@ class Model(nn.Module):
 
 
 def build_model(trunk: str = PACKAGED, *, pretrained: bool = True, **config: Any) -> Model:
-    """A new model; ``config`` are the other fields of `ModelConfig`. ``conv4`` always starts from random weights.
+    """Build a new model; ``config`` are the other fields of `ModelConfig`. ``conv4`` starts from random weights.
 
     >>> model = build_model("conv4", embedding_dim=8)
     >>> model(torch.rand(3, 3, 28, 28))
@@ -157,8 +244,11 @@ def build_model(trunk: str = PACKAGED, *, pretrained: bool = True, **config: Any
     return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained and trunk != "conv4")
 
 
+# -------------------- files --------------------
+
+
 def save_model(model: Model, run: str | Path) -> Path:
-    """Write ``run``/model.safetensors, weights and configuration in one file, under a temporary name first."""
+    """Write weights and configuration to the file ``run``/model.safetensors, atomically."""
     from safetensors.torch import save
 
     folder = Path(run)
@@ -172,7 +262,7 @@ def save_model(model: Model, run: str | Path) -> Path:
 
 
 def load_model(run: str | Path) -> Model:
-    """The model saved in the folder ``run`` (or in a file), ready for use. Only safetensors files are read."""
+    """Load the model in the folder ``run`` (or in a file), ready for use. Only safetensors files are read."""
     path = Path(run)
     path = path / FILE if path.is_dir() else path
     config, tensors = _read(path)
@@ -203,45 +293,15 @@ def load_model(run: str | Path) -> Model:
     return model.eval()
 
 
-def fingerprint(path: str | Path) -> str:
-    """What tells models apart: the first 16 hexadecimal digits of the SHA-256 of the file, or of the one in a run."""
-    file = Path(path)
-    file = file / FILE if file.is_dir() else file
-    if not file.is_file():
-        raise _absent(file)
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
-
-
-def fingerprint_of(run: str | Path) -> str:
-    """The fingerprint that the embedder of ``run`` has."""
-    return pretrained_trunk()[1] if str(run) == PRETRAINED else fingerprint(run)
-
-
-@lru_cache(maxsize=1)
-def pretrained_trunk() -> tuple[Trunk, str]:
-    """The trunk, and a hash of its name and weights."""
-    trunk = build_trunk(PACKAGED, pretrained=True).eval()
-    digest = hashlib.sha256(PACKAGED.encode())
-    for name, tensor in trunk.state_dict().items():
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return trunk.to(best_device()), digest.hexdigest()[:16]
-
-
-def best_device() -> str:
-    """The GPU where there is one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _absent(path: Path) -> FileNotFoundError:
-    return FileNotFoundError(f"there is no model at {path}; a run directory holds a {FILE}")
+def _missing_model(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(f"there is no model at {path}; a run directory contains a {FILE}")
 
 
 def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise _absent(path)
+        raise _missing_model(path)
     with path.open("rb") as file:
         head = file.read(9)
     # a safetensors file begins with the length of its header, which may be any bytes, and then the header's brace
@@ -254,7 +314,7 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     except SafetensorError as error:
         raise ValueError(f"{path} is not a sound safetensors file ({error})") from None
     if description is None:
-        raise ValueError(f"{path} holds no idml model configuration; it was not written by idml")
+        raise ValueError(f"{path} contains no idml model configuration; it was not written by idml")
     try:
         values = json.loads(description)
         if values.pop("bound", None) is not None:
@@ -265,94 +325,34 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         raise ValueError(f"{path} has a model configuration that this version cannot read ({reason})") from None
 
 
-# -------------------- uncertainty_head --------------------
-# The head that gives an image its uncertainty embedding u, or the σ of the PEL baseline.
+# -------------------- fingerprints --------------------
 
 
-LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
-LOG_VARIANCE_RANGE = (-14.0, 4.0)
-START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
+def fingerprint(path: str | Path) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a model file, or of the model file in a run."""
+    file = Path(path)
+    file = file / FILE if file.is_dir() else file
+    if not file.is_file():
+        raise _missing_model(file)
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
 
-def standard_deviation(log_variance: Tensor) -> Tensor:
-    """σ = exp(½·log σ²), log σ² clamped to [−14, 4]."""
-    return (0.5 * full_precision(log_variance).clamp(*LOG_VARIANCE_RANGE)).exp()
+def fingerprint_of(run: str | Path) -> str:
+    """Return the fingerprint of the model in ``run``, which may be the word ``pretrained``."""
+    return pretrained_trunk()[1] if str(run) == PRETRAINED else fingerprint(run)
 
 
-class UncertaintyHead(nn.Module):
-    """The linear map u = c·W·features + b (raw, never normalised), or the one to σ.
-
-    It starts small whatever the scale of the trunk's features: the first batch it sees fixes c so that the mean of
-    ‖u‖ is 0.05. Training then begins at the plain metric. (For σ: log σ² begins at −12.) The smallness lies in c and
-    not in W, because an optimiser like Adam moves every weight by the learning rate whatever its size: small weights
-    on large features would send ‖u‖ to 60 within ten steps.
-
-    With ``u_hidden`` the features are standardised by the first batch and go through a hidden layer before W. Half of
-    them and half of the layer drop out in training; without this a few thousand images are learned by heart.
-    """
-
-    started: Tensor
-    scale: Tensor
-    centre: Tensor
-    spread: Tensor
-
-    def __init__(self, width: int, config: "ModelConfig") -> None:
-        super().__init__()
-        self.hidden = nn.Linear(width, config.u_hidden) if config.u_hidden else None
-        if self.hidden is not None:
-            self.register_buffer("centre", torch.zeros(width))
-            self.register_buffer("spread", torch.ones(width))
-        self.linear = nn.Linear(config.u_hidden or width, config.embedding_dim)
-        nn.init.constant_(self.linear.bias, LOG_VARIANCE_START if config.uncertainty == "gaussian" else 0.0)
-        self.register_buffer("started", torch.tensor(False))
-        self.register_buffer("scale", torch.tensor(1.0))
-        self._known_started = False  # the same for Python, so that a GPU is not asked at every step
-        self.gaussian, self.detach = config.uncertainty == "gaussian", config.detach
-
-    def forward(self, features: Tensor) -> Tensor:
-        """u or σ for each row of features [n, dim]."""
-        if self.detach:
-            features = features.detach()
-        if not self._known_started:
-            if not bool(self.started):
-                self._start(features)
-            self._known_started = bool(self.started)
-        features = self._behind(features)
-        out = full_precision(nn.functional.linear(features, self.linear.weight)) * self.scale + self.linear.bias
-        return standard_deviation(out) if self.gaussian else out
-
-    @torch.no_grad()
-    def _start(self, features: Tensor) -> None:
-        if self.hidden is not None:
-            self._standardise(features)
-            features = self._behind(features, drop=False)
-        raw = full_precision(nn.functional.linear(features, self.linear.weight.to(features.dtype)))
-        level = _over_processes(torch.linalg.vector_norm(raw, dim=1).mean())
-        if bool(torch.isfinite(level)) and float(level) > 0:
-            wanted = START_LEVEL * (raw.shape[1] ** 0.5 if self.gaussian else 1.0)
-            self.scale.copy_(wanted / level)
-            self.started.fill_(True)
-
-    def _behind(self, features: Tensor, drop: bool = True) -> Tensor:
-        """What the last layer reads: the features, or the hidden layer over them."""
-        if self.hidden is None:
-            return features
-        drop = drop and self.training
-        x = dropout((full_precision(features) - self.centre) / self.spread, training=drop)
-        return dropout(self.hidden(x).relu(), training=drop)
-
-    def _standardise(self, features: Tensor) -> None:
-        x = full_precision(features)
-        centre = _over_processes(x.mean(dim=0))
-        spread = _over_processes((x - centre).square().mean(dim=0)).sqrt()
-        if bool(torch.isfinite(spread).all()):
-            self.centre.copy_(centre)
-            self.spread.copy_(torch.where(spread > 1e-6 * centre.abs(), spread, 1.0))  # a constant feature says nothing
+@lru_cache(maxsize=1)
+def pretrained_trunk() -> tuple[Trunk, str]:
+    """Return the default trunk with its pretrained weights, and a hash of its name and weights."""
+    trunk = build_trunk(PACKAGED, pretrained=True).eval()
+    digest = hashlib.sha256(PACKAGED.encode())
+    for name, tensor in trunk.state_dict().items():
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return trunk.to(best_device()), digest.hexdigest()[:16]
 
 
-def _over_processes(share: Tensor) -> Tensor:
-    """The mean over all processes, each of which sees its share of the batch."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(share)
-        share = share / torch.distributed.get_world_size()
-    return share
+def best_device() -> str:
+    """Return the GPU if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from idml.data.augment import CLEAN
 from idml.data.datasets import Dataset, ImageSet, hold_out
 from idml.data.images import resized_side
 from idml.data.pixel_cache import load_pixels
@@ -28,7 +29,7 @@ from idml.losses import build_loss
 from idml.methods.pel import gaussian_kl_distances
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
-from idml.model.feature_cache import CLEAN, features_of
+from idml.model.feature_cache import compute_features
 from idml.reproduction.claims import Estimate, Found, estimate, gain, paper_gain
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import Arms, named_regime
@@ -263,7 +264,7 @@ def take_one_step(model: Model, config: TrainConfig, images: ImageSet) -> dict[s
     usable = pixels.usable
     batch = class_batches(images.labels[usable], config.batch_size, config.per_class, seed=0, epoch=0)[0]
     numbers = usable[batch]
-    features = torch.from_numpy(features_of(model, CLEAN.images(pixels, numbers, model.trunk.image_size)))
+    features = torch.from_numpy(compute_features(model, CLEAN.images(pixels, numbers, model.trunk.image_size)))
     labels = images.labels[numbers]
     before = model.embed_features(features)
     options = config.method_options.metric

@@ -28,11 +28,11 @@ from idml.calibration.confidence import P_RIGHT
 from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown
 from idml.calibration.risk_control import clopper_pearson
 from idml.calibration.stored import Calibration
+from idml.data.augment import CLEAN
 from idml.data.datasets import Dataset
 from idml.data.sampling import random_stream
 from idml.evaluation.evaluate import EvaluatedModel
 from idml.files import write_atomic
-from idml.model.feature_cache import CLEAN
 from idml.progress import Progress, image_counter, silent
 from idml.reproduction.runner import Cell, Measures, Store
 from idml.reproduction.stored_results import Row

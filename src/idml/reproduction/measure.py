@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.data.augment import MIXED, View
+from idml.data.augment import CLEAN, MIXED, View
 from idml.data.datasets import Dataset, ImageSet
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
@@ -16,7 +16,7 @@ from idml.evaluation.retrieval import ClassSums, class_sums, cluster_rows, norma
 from idml.evaluation.uncertainty import auroc, auroc_between, evaluate_uncertainty
 from idml.metric import IntrospectiveMetric
 from idml.model import build_model, load_model
-from idml.model.feature_cache import CLEAN, embed_view, view_features
+from idml.model.feature_cache import embed_view, load_features
 from idml.training.build import fold_as_trained
 from idml.training.config import TrainConfig
 from idml.training.distributed import Processes
@@ -61,7 +61,7 @@ def measure_raw(config: TrainConfig, dataset: Dataset, _: object) -> dict[str, A
     model = build_model(config.trunk, pretrained=config.pretrained, image_size=config.image_size)
     sets = [_pixels(images, model.trunk.image_size) for images in (dataset.test, dataset.gallery) if images is not None]
     if config.starts_from_weights:
-        embeddings = [Embeddings.certain(view_features(model, pixels)) for pixels in sets]
+        embeddings = [Embeddings.certain(load_features(model, pixels)) for pixels in sets]
     else:
         embeddings = [Embeddings.certain(_flat(pixels, model.trunk.image_size)) for pixels in sets]
     labels = [pixels.images.labels[pixels.usable] for pixels in sets]

@@ -35,7 +35,7 @@ from idml.evaluation.knn import nearest
 from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY, MeasuredQueries
 from idml.evaluation.uncertainty import auroc, auroc_between, evaluate_uncertainty, paired_rise
 from idml.model import build_model, load_model
-from idml.model.feature_cache import view_features
+from idml.model.feature_cache import load_features
 from idml.reproduction.claims import interval_text
 from idml.reproduction.runner import Cell, Measures, Store
 from idml.reproduction.stored_results import Row
@@ -169,7 +169,7 @@ def measure_audit(config: TrainConfig, run: Path, dataset: Dataset, _: object, _
     """Return how well each score finds what was planted among the test images, as this run embeds them."""
     model = load_model(run)
     pixels = load_pixels(dataset.test, resized_side(model.trunk.image_size))
-    features = view_features(model, pixels)
+    features = load_features(model, pixels)
     embeddings, labels = model.embed_features(features), pixels.images.labels[pixels.usable]
     result: dict[str, Any] = {"planted": planted_figures(embeddings, features, labels, config.seed)}
     if pixels.images.ambiguous is not None:
@@ -181,7 +181,7 @@ def measure_raw_audit(config: TrainConfig, dataset: Dataset, seed: int) -> dict[
     """Return the same for the trunk's own features."""
     model = build_model(config.trunk, pretrained=config.pretrained, image_size=config.image_size)
     pixels = load_pixels(dataset.test, resized_side(model.trunk.image_size))
-    features, labels = view_features(model, pixels), pixels.images.labels[pixels.usable]
+    features, labels = load_features(model, pixels), pixels.images.labels[pixels.usable]
     return {"planted": planted_figures(Embeddings.certain(features), features, labels, seed)}
 
 

@@ -14,7 +14,7 @@ from idml.data.sampling import class_batches, random_batches, random_stream
 from idml.files import cache_folder, cached_array
 from idml.methods.base import Method
 from idml.model import Model
-from idml.model.feature_cache import VERSION, Kept
+from idml.model.feature_cache import VERSION, FeatureCache
 from idml.progress import Count
 from idml.training.config import TrainConfig
 
@@ -92,7 +92,7 @@ class FrozenStream:
         self.plans = [stream.plan(epoch) for epoch in range(self.crops)]
         self.steps = len(self.plans[0])
         config, added = stream.config, stream.method.added_key()
-        self.kept = Kept(model, last=config.train == "last")
+        self.cache = FeatureCache(model, last=config.train == "last")
         key = (config.seed, config.batch_size, config.per_class, self.crops, stream.size, stream.in_place)
         originals = slice(config.batch_size)
         self.parts = [self._keep_rows("crops", originals, config.batch_size, key, progress)]
@@ -115,7 +115,7 @@ class FrozenStream:
     def features(self, model: Model) -> Tensor:
         """The trunk's features of one crop of every image."""
         originals = self.parts[0]
-        if not self.kept.last:
+        if not self.cache.last:
             return torch.from_numpy(originals[: self.steps].copy()).flatten(0, 1)
         model.trunk.eval()
         rows = (torch.from_numpy(originals[i].copy()).to(self.stream.device) for i in range(self.steps))
@@ -144,9 +144,9 @@ class FrozenStream:
                 planned, i = divmod(row, self.steps)
                 numbers = self.plans[planned][i]
                 batch = stream.prepare(numbers, stream.pixels.batch(numbers), planned, row)
-                array[row] = self.kept.of(batch.images[rows])
+                array[row] = self.cache.compute(batch.images[rows])
                 progress((row + 1) * len(numbers), count * len(numbers))
 
-        shape = (count, size, *self.kept.shape)
-        path = cache_folder() / f"{self.kept.name}{name}-{self.kept.key(stream.pixels, *key)}-v{VERSION}.npy"
-        return cached_array(path, shape, self.kept.dtype, fill)
+        shape = (count, size, *self.cache.shape)
+        path = cache_folder() / f"{self.cache.name}{name}-{self.cache.key(stream.pixels, *key)}-v{VERSION}.npy"
+        return cached_array(path, shape, self.cache.dtype, fill)
