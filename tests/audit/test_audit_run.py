@@ -95,7 +95,7 @@ def decide(out, finding, decision, label=""):
     append_decision(out, Decision(current_time(), *about, decision, label, finding["checksum"]))
 
 
-def test_what_was_planted_is_found(first):
+def test_planted_problems_are_found(first):
     out, result, notes = first
     wrong = findings(out, "mislabelled")
     assert {(f["image"], f["label"], f["suggested"]) for f in wrong[:2]} == {
@@ -124,7 +124,7 @@ def test_what_was_planted_is_found(first):
     json.dumps(result, allow_nan=False)
 
 
-def test_the_csv_holds_every_finding_and_no_formula(first):
+def test_the_csv_contains_every_finding_and_no_formula(first):
     out, _, _ = first
     content = (out / "audit.csv").read_text()  # UTF-8 whatever the names are
     rows = list(csv.DictReader(io.StringIO(content)))
@@ -149,7 +149,7 @@ def test_a_formula_in_a_name_a_label_or_a_score_is_quoted(run, tmp_path):
     assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in cells)
 
 
-def test_the_report_shows_the_top_of_each_list_and_nothing_from_elsewhere(first):
+def test_the_report_shows_the_top_of_each_list_and_is_self_contained(first):
     page = (first[0] / "report.html").read_text()
     assert page.endswith("</html>")
     assert not re.search(r"""(src|href|url)[=(]['"]?http""", page)
@@ -161,7 +161,7 @@ def test_the_report_shows_the_top_of_each_list_and_nothing_from_elsewhere(first)
         assert f"<h2>{title}</h2>" in page
 
 
-def test_names_that_are_not_utf_8_are_no_trouble(run, tmp_path):
+def test_names_that_are_not_utf_8_can_be_audited(run, tmp_path):
     root = pictures(tmp_path / "data", classes=4, each=4)
     (root / "class 0" / "0.png").rename(root / "class 3" / FOREIGN)
     out = tmp_path / "out"
@@ -188,7 +188,7 @@ def test_the_model_sees_the_images_once(run, made, tmp_path, monkeypatch):
 # ---- decisions
 
 
-def test_decisions_are_remembered_and_sink_to_the_bottom(run, data, tmp_path):
+def test_decided_images_come_last(run, data, tmp_path):
     out, spec = tmp_path / "out", f"folder:{data}"
     audit_run(run, spec, out)
     before = findings(out, "mislabelled")
@@ -209,7 +209,7 @@ def test_decisions_are_remembered_and_sink_to_the_bottom(run, data, tmp_path):
     assert audit_run(run, spec, out)["counts"]["mislabelled"]["open"] == len(before)  # asked again
 
 
-def test_an_excluded_image_is_settled_in_every_list(run, data, tmp_path):
+def test_an_excluded_image_is_decided_in_every_list(run, data, tmp_path):
     out = tmp_path / "out"
     audit_run(run, f"folder:{data}", out)
     copy = findings(out, "duplicate")[0]
@@ -254,7 +254,7 @@ def named(dataset):
     return (("train", dataset.train), ("test", dataset.test))
 
 
-def test_the_cleaned_list_of_a_cleaned_list_stands_beside_it(run, data, tmp_path):
+def test_a_cleaned_list_can_be_cleaned_again(run, data, tmp_path):
     (data / "class 3" / FOREIGN).unlink()
     out = tmp_path / "out"
     audit_run(run, f"folder:{data}", out)
@@ -296,7 +296,7 @@ def test_a_tar_cannot_be_cleaned_and_says_so(run, made, tmp_path):
     assert not (out / "cleaned.csv").exists()
 
 
-def test_something_in_the_way_of_the_link_is_told(run, data, tmp_path):
+def test_a_file_in_the_place_of_the_link_is_reported(run, data, tmp_path):
     out, notes = tmp_path / "out", []
     audit_run(run, f"folder:{data}", out)
     decide(out, findings(out, "mislabelled")[0], "keep")
@@ -309,7 +309,7 @@ def test_something_in_the_way_of_the_link_is_told(run, data, tmp_path):
     assert (out / "images").resolve() == data.resolve()
 
 
-def test_decisions_that_leave_nothing_are_told(data, tmp_path):
+def test_decisions_that_leave_no_image_are_reported(data, tmp_path):
     images = AuditImages.of(load_dataset(f"folder:{data}"))
     gone = [
         Decision(current_time(), "duplicate", s.name, images.label(i), "exclude", "", image_checksum(s))
@@ -355,7 +355,7 @@ def test_an_out_that_is_a_file(run, made, tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_damaged_decisions_are_told_before_anything_is_computed(run, made, tmp_path, monkeypatch):
+def test_damaged_decisions_are_reported_first(run, made, tmp_path, monkeypatch):
     (tmp_path / DECISIONS_FILE).write_text("nonsense\n")
     monkeypatch.setattr(auditing, "load_model", lambda run: pytest.fail("too late"))
     refused("decisions.csv, line 1", run, f"folder:{made}", tmp_path)
@@ -414,7 +414,7 @@ def test_embeddings_that_are_not_finite(run, made, tmp_path, monkeypatch):
     refused("1 embeddings hold NaN or infinity (first: 'class 0/1.png')", run, f"folder:{made}", tmp_path / "o")
 
 
-def test_the_pretrained_trunk_as_it_is(made, tmp_path, monkeypatch):
+def test_audit_with_the_pretrained_trunk(made, tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = build_model("conv4", image_size=28)
     monkeypatch.setattr(auditing, "build_model", lambda: model)  # the real one takes its time
@@ -425,7 +425,7 @@ def test_the_pretrained_trunk_as_it_is(made, tmp_path, monkeypatch):
     assert f"class 5/{WRONG}" in first
 
 
-def test_files_that_are_no_audit(tmp_path):
+def test_files_that_are_not_audits(tmp_path):
     with pytest.raises(FileNotFoundError, match="run idml audit first"):
         read_audit(tmp_path)
     for content, words in (("{", "is damaged: it is not JSON"), ("[1]", "is not an audit"), ("{}", "is not an audit")):

@@ -29,7 +29,7 @@ def decided(image="a.png", decision="keep", new="", *, kind="mislabelled", label
     return Decision(current_time(), kind, image, label, decision, new, checksum)
 
 
-def test_what_was_decided_is_read_back(tmp_path):
+def test_decisions_are_read_back(tmp_path):
     assert read_decisions(tmp_path) == []
     decisions = [decided(), decided("b.png", "relabel", "c"), decided("c.png", "exclude", kind="duplicate")]
     for decision in decisions:
@@ -63,7 +63,7 @@ def test_any_text_comes_back(name, label, tmp_path_factory):
     assert [(d.image, d.label) for d in read_decisions(folder)] == [(name, label)]
 
 
-def test_a_torn_last_line_is_mended_wherever_it_was_torn(tmp_path):
+def test_an_incomplete_last_line_is_removed(tmp_path):
     append_decision(tmp_path, decided("a.png"))
     append_decision(tmp_path, decided("b.png", "relabel", "new, label"))
     path, whole = tmp_path / DECISIONS_FILE, (tmp_path / DECISIONS_FILE).read_bytes()
@@ -79,7 +79,7 @@ def test_a_torn_last_line_is_mended_wherever_it_was_torn(tmp_path):
         assert path.read_bytes().endswith(b"\n")
 
 
-def test_a_file_that_an_editor_left_is_read(tmp_path):
+def test_a_file_saved_by_an_editor_is_read(tmp_path):
     append_decision(tmp_path, decided("a.png"))
     path = tmp_path / DECISIONS_FILE
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n\r\n")
@@ -111,7 +111,7 @@ LINE = f"2026-11-16T10:00:00Z,mislabelled,a.png,a,keep,,{SUM}"
         ("{header}\n" + LINE.replace("a.png", "") + "\n", 2, "the image has no name"),
     ],
 )
-def test_garbage_is_refused_with_its_line_and_left_alone(content, line, words, tmp_path):
+def test_damage_is_reported_with_its_line_and_not_changed(content, line, words, tmp_path):
     content = content.replace("{header}", HEADER.decode()).replace("{line}", LINE)
     data = content.encode("utf-8", "surrogateescape") if "\x89" not in content else content.encode("latin-1")
     (tmp_path / DECISIONS_FILE).write_bytes(data)
@@ -124,12 +124,12 @@ def test_garbage_is_refused_with_its_line_and_left_alone(content, line, words, t
 
 
 @pytest.mark.parametrize("label", ["", " a", "a ", "a\nb", "x" * 201, "caf\udce9", "\0"])
-def test_a_label_that_no_list_could_hold_is_refused(label):
+def test_invalid_labels_are_refused(label):
     with pytest.raises(ValueError, match="label"):
         decided(decision="relabel", new=label)
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     append_decision(tmp_path, decided("a.png"))
     before, write = (tmp_path / DECISIONS_FILE).read_bytes(), os.pwrite
 
@@ -149,7 +149,7 @@ def _writer(folder, name, count):
         append_decision(folder, decided(f"{name}-{i}"))
 
 
-def test_writers_in_company_lose_nothing(tmp_path):
+def test_parallel_writers_lose_nothing(tmp_path):
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_writer, args=(tmp_path, name, 15)) for name in "abcd"]
     for writer in writers:
@@ -188,7 +188,7 @@ def test_decisions_survive_sigkill_at_any_moment(tmp_path):
     assert read_decisions(tmp_path)[-1].image == "the end"
 
 
-def test_a_file_that_an_editor_puts_in_its_place_is_the_one_that_is_written(tmp_path, monkeypatch):
+def test_a_file_replaced_by_an_editor_is_written(tmp_path, monkeypatch):
     append_decision(tmp_path, decided("old"))
     lock, replaced = files.fcntl.flock, []
 
@@ -207,7 +207,7 @@ def test_a_file_that_an_editor_puts_in_its_place_is_the_one_that_is_written(tmp_
 # ---- what holds
 
 
-def test_the_last_word_counts_and_undo_takes_it_back():
+def test_the_last_decision_counts_and_undo_revokes_it():
     history = [decided(), decided(decision="relabel", new="b")]
     assert CurrentDecisions(history).find("mislabelled", "a.png", "a", SUM).new_label == "b"
     assert CurrentDecisions([*history, decided(decision="undo")]).find("mislabelled", "a.png", "a", SUM) is None
@@ -215,7 +215,7 @@ def test_the_last_word_counts_and_undo_takes_it_back():
     assert CurrentDecisions([]).find("mislabelled", "a.png", "a", SUM) is None
 
 
-def test_keeping_settles_one_list_and_a_change_all_of_them():
+def test_keep_counts_in_one_list_and_corrections_in_all():
     kept = CurrentDecisions([decided()])
     assert kept.find("mislabelled", "a.png", "a", SUM) is not None
     assert kept.find("duplicate", "a.png", "a", SUM) is None
@@ -226,7 +226,7 @@ def test_keeping_settles_one_list_and_a_change_all_of_them():
     assert both.find_correction("a.png", "a", SUM).new_label == "b"
 
 
-def test_a_decision_is_about_the_image_as_it_was():
+def test_a_decision_does_not_apply_to_a_changed_image():
     settled = CurrentDecisions([decided(decision="exclude")])
     assert settled.find("mislabelled", "a.png", "a", OTHER) is None
     assert settled.find_correction("a.png", "a", OTHER) is None
@@ -236,6 +236,6 @@ def test_a_decision_is_about_the_image_as_it_was():
 
 
 @pytest.mark.parametrize("cell", ["=1", "+1", "-1", "@x", "\tx", "\rx"])
-def test_formulas_are_made_harmless(cell):
+def test_formulas_are_escaped(cell):
     assert escape_formula(cell) == f"'{cell}"
     assert escape_formula(f"a{cell}") == f"a{cell}"

@@ -76,7 +76,7 @@ def test_one_image_at_a_time_with_its_evidence(client):
     assert client.get("/api/review").json()["about"].startswith("folder: 37 images of 6 classes; model: ")
 
 
-def test_going_round_and_to_the_end(client):
+def test_next_wraps_around_or_ends(client):
     places, after = [], -1
     for _ in range(200):
         item = following(client, kind="duplicate", after=after)["item"]
@@ -218,7 +218,7 @@ def test_relabelling_to_the_same_label(client):
     assert (answer.status_code, "is its label already" in said(answer)) == (422, True)
 
 
-def test_bodies_that_are_none(client):
+def test_bodies_that_are_not_json(client):
     assert client.post("/api/decisions", content=b"{", headers={"content-type": "application/json"}).status_code == 422
     form = client.post("/api/decisions", data={"item": 0, "decision": "keep"})
     assert (form.status_code, said(form)) == (415, "send application/json")
@@ -252,7 +252,7 @@ def test_other_sites_can_neither_read_nor_decide(client, place, headers):
     assert not (place / "out" / DECISIONS_FILE).exists()
 
 
-def test_its_own_page_and_a_link_to_it_are_welcome(client):
+def test_its_own_page_and_links_are_accepted(client):
     own = {"origin": "http://127.0.0.1:8001", "sec-fetch-site": "same-origin"}
     assert client.post("/api/decisions", json={"item": 0, "decision": "keep"}, headers=own).status_code == 200
     assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
@@ -267,7 +267,7 @@ def test_an_image_that_changed_since_the_audit_cannot_be_decided(client, place):
     assert (answer.status_code, "has changed since the audit: run it again" in said(answer)) == (422, True)
 
 
-def test_a_disk_that_is_full_is_told(client, monkeypatch, place):
+def test_a_full_disk_is_reported(client, monkeypatch, place):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -277,7 +277,7 @@ def test_a_disk_that_is_full_is_told(client, monkeypatch, place):
     assert read_decisions(place / "out") == []
 
 
-def test_decisions_damaged_meanwhile_are_told(client, place):
+def test_decisions_damaged_during_a_review_are_reported(client, place):
     (place / "out" / DECISIONS_FILE).write_text("garbage\n")
     answer = decide(client, 0, "keep")
     assert (answer.status_code, "line 1" in said(answer)) == (422, True)
@@ -300,7 +300,7 @@ def test_what_cannot_be_reviewed(place, tmp_path):
 # ---- the page's files
 
 
-def test_the_page_needs_nothing_from_elsewhere(client):
+def test_the_page_is_self_contained(client):
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in page.headers["content-security-policy"]
@@ -370,7 +370,7 @@ def test_kill_9_loses_no_acknowledged_decision(place):
     assert (place / "out" / "cleaned.csv").exists()  # an orderly end writes it
 
 
-def test_it_listens_on_this_machine_only(place, monkeypatch):
+def test_it_listens_only_on_loopback(place, monkeypatch):
     bound = []
 
     class Server:

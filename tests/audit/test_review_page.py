@@ -143,9 +143,9 @@ def test_lists_are_filtered_and_worked_off(served, visit, expect):
     expect(page.locator("#done")).to_be_visible()
     expect(page.locator("#item")).to_be_hidden()
     expect(page.locator("#count-duplicate")).to_have_text(f"duplicates (0 of {total} open)")
-    page.get_by_label("decided ones too").check()
+    page.get_by_label("include decided images").check()
     expect(page.locator("#verdict")).to_contain_text("Excluded on 20")
-    page.get_by_label("decided ones too").uncheck()
+    page.get_by_label("include decided images").uncheck()
     page.get_by_label("Show", exact=True).select_option("mislabelled")
     expect(page.locator("#title")).to_contain_text("Likely mislabelled")
 
@@ -206,10 +206,10 @@ def test_keys_can_be_turned_off_and_shortcuts_of_the_browser_stay(served, visit,
     page = visit(served.url)
     ready(page, expect)
     page.locator("summary").click()
-    page.get_by_label("single keys decide").uncheck()
+    page.get_by_label("use single keys").uncheck()
     page.locator("#title").focus()
     page.keyboard.press("d")
-    page.get_by_label("single keys decide").check()
+    page.get_by_label("use single keys").check()
     page.keyboard.press("Alt+d")
     page.keyboard.press("s")
     wait(expect, page, "Skipped")
@@ -221,7 +221,7 @@ def test_a_review_that_has_ended_says_so(served, visit, expect):
     ready(page, expect)
     page.context.set_offline(True)
     page.keyboard.press("k")
-    expect(page.get_by_role("alert")).to_have_text("The review no longer answers. Is the command still running?")
+    expect(page.get_by_role("alert")).to_have_text("The review no longer responds. Is the command still running?")
     visit.wrong = [line for line in visit.wrong if "ERR_INTERNET_DISCONNECTED" not in line]
     assert served.decisions() == []
 

@@ -40,7 +40,7 @@ def shop():
     return calibration, blind, evidence[~half], places[~half], known[~half]
 
 
-def test_three_states_with_the_promised_shares(shop):
+def test_three_states_with_the_guaranteed_shares(shop):
     calibration, _, evidence, places, known = shop
     answers = answer_queries(evidence, calibration, RiskTargets(max_error=0.1, max_missed=0.1))
     states = [a.state for a in answers]
@@ -93,7 +93,7 @@ def test_reasons(shop):
 
 
 @pytest.mark.parametrize("possible", [True, False])
-def test_what_is_likely_right_is_never_sent_away(shop, possible):
+def test_a_likely_right_query_is_never_rejected(shop, possible):
     """However far a query lies: if its first result is right, its class is in the collection."""
     calibration, _, evidence, _, _ = shop
     far = replace(calibration, novelty_score="nearest", novelty_reference=(-1.0,) * 99)  # all are farther than any was
@@ -114,7 +114,7 @@ def test_what_is_likely_right_is_never_sent_away(shop, possible):
     assert {told.state for told in answers} == ({*State} if possible else {State.UNSURE, State.NOVEL})
 
 
-def test_too_low_says_what_is_needed(shop):
+def test_a_low_probability_names_the_threshold(shop):
     calibration, _, evidence, _, _ = shop
     found = answer_queries(evidence, calibration, RiskTargets(max_error=0.1, max_rejected=1e-6))
     assert any(a.reason.startswith("not certain enough: ") for a in found if a.state is State.UNSURE)
@@ -154,7 +154,7 @@ def test_a_model_without_uncertainty(shop):
     assert all(a.reason != "blurred or ambiguous query" for a in answer_queries(found.evidence, calibration))
 
 
-def test_no_queries_and_bad_wishes(shop):
+def test_no_queries_and_bad_targets(shop):
     calibration, _, evidence, _, _ = shop
     assert answer_queries(evidence[:0], calibration) == []
     assert answer_queries(evidence[:0]) == []

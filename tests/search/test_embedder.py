@@ -25,7 +25,7 @@ def run(tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("run"))
 
 
-def test_images_are_seen_as_in_a_test(run, tmp_path):
+def test_images_are_prepared_as_in_the_evaluation(run, tmp_path):
     """The pixels of the evaluation, to the last bit, and its embeddings."""
     for n, (kind, size) in enumerate([("PNG", (90, 31)), ("JPEG", (31, 60)), ("PNG", (28, 28)), ("BMP", (7, 5))] * 5):
         folder = tmp_path / "images" / f"class {n % 4}"
@@ -42,7 +42,7 @@ def test_images_are_seen_as_in_a_test(run, tmp_path):
     assert torch.equal(found.uncertainty, expected.uncertainty)
 
 
-def test_grey_is_grey():
+def test_grey_models_get_grey_images():
     image = picture(3)
     grey = prepare_image(image, 28, grey=True)
     assert grey.shape == (1, 28, 28)
@@ -50,7 +50,7 @@ def test_grey_is_grey():
     assert grey.flatten().tolist() == list(squashed.tobytes())
 
 
-def test_batches_make_no_difference(run):
+def test_batch_size_does_not_change_embeddings(run):
     images = [picture(n, size=(20 + n, 30)) for n in range(131)]
     embedder = open_embedder(run)
     together, alone = embedder.embed(images), [embedder.embed([image]) for image in images]
@@ -59,14 +59,14 @@ def test_batches_make_no_difference(run):
     assert torch.allclose(together.uncertainty, torch.cat([e.uncertainty for e in alone]), atol=1e-5)
 
 
-def test_a_run_and_its_file_are_one_model(run):
+def test_a_run_and_its_model_file_are_equivalent(run):
     one, two = open_embedder(run), open_embedder(run / "model.safetensors")
     digest = hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest()[:16]
     assert one.fingerprint == two.fingerprint == fingerprint_of(str(run)) == fingerprint(run) == digest
     assert (one.dimensions, one.uncertainty) == (DIMENSIONS, DIMENSIONS)
 
 
-def test_a_model_without_training_says_the_same_in_every_process(tmp_path):
+def test_an_untrained_model_embeds_equally_in_every_process(tmp_path):
     """The scale of u is fixed by the first batch a model sees, which must not be a user's."""
     save_model(build_model("conv4", embedding_dim=DIMENSIONS, image_size=28), tmp_path)
     one, two = open_embedder(tmp_path), open_embedder(tmp_path)
@@ -75,7 +75,7 @@ def test_a_model_without_training_says_the_same_in_every_process(tmp_path):
     assert torch.equal(one.embed([picture(2)]).uncertainty, two.embed([picture(2)]).uncertainty)
 
 
-def test_pretrained_is_the_trunk_as_it_is():
+def test_pretrained_embeds_with_the_trunk():
     embedder, image = open_embedder(PRETRAINED), picture(5, size=(300, 200))
     trunk = build_trunk(PACKAGED, pretrained=True).eval()
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_bad_input_is_one_line(run, tmp_path):
         open_embedder(tmp_path)
 
 
-def test_heavy_libraries_wait():
+def test_heavy_libraries_are_imported_late():
     code = "import sys, idml.search.gallery, idml.search.indexing, idml.search.tsne_map; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     for heavy in ("timm", "torchvision", "onnxruntime", "pymilvus", "openTSNE", "scipy", "fastapi", "matplotlib"):

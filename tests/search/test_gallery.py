@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("_no_waiting")
 # the gallery as a whole
 
 
-def test_profile_is_that_of_all_embeddings(shop):
+def test_profile_equals_that_of_all_embeddings(shop):
     gallery, stored, _, _, _ = shop
     assert gallery._statistics.profile.nearest == pytest.approx(Profile.of(stored).nearest, abs=1e-6)
     gallery.add_embedded(as_items([0] * 900, first=5000), cloud(1, 900, seed=3)[0])  # more than are drawn
@@ -34,7 +34,7 @@ def test_profile_is_that_of_all_embeddings(shop):
     assert gallery._statistics.profile.nearest == pytest.approx(Profile.of(everything).nearest, abs=1e-6)
 
 
-def test_drift_is_told_once_it_is_there(shop):
+def test_drift_is_reported(shop):
     gallery, _, _, queries, _ = shop
     assert gallery.status().drift == ""
     gallery.add_embedded(as_items([31] * 1300, first=9000), cloud(1, 1300, noise=0.01, seed=5)[0])
@@ -47,7 +47,7 @@ def test_drift_is_told_once_it_is_there(shop):
     assert gallery.search_embeddings(queries[:1])[0].notes == ()
 
 
-def test_a_profile_serves_until_one_in_a_hundred_has_changed(shop):
+def test_a_profile_is_recomputed_after_one_percent_of_changes(shop):
     gallery, stored, labels, _, _ = shop
     first = gallery._statistics.profile
     gallery.add_embedded(as_items([1] * 5, first=7000), cloud(1, 5, seed=4)[0])
@@ -73,7 +73,7 @@ def test_status_and_promises(shop, world):
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "remove", "relabel"]), st.integers(0, 2**16)), max_size=12))
-def test_counts_are_those_of_counting(run_gallery, changes):
+def test_counts_follow_all_changes(run_gallery, changes):
     gallery = run_gallery
     gallery.remove([item.id for item in list(gallery.items())])
     for kind, number in changes:
@@ -115,7 +115,7 @@ def test_a_gallery_needs_no_run_later(tmp_path):
         assert len(gallery.search([picture(1)])[0].results) == 10
 
 
-def test_a_run_that_is_calibrated_later(tmp_path):
+def test_calibrations_of_a_run_are_taken_over_later(tmp_path):
     """It brings its calibrations in when it is named; a writer keeps them."""
     run = save_run(tmp_path / "run")
     Gallery.create(tmp_path / "g", run).close()
@@ -149,7 +149,7 @@ def test_pretrained(tmp_path):
         Gallery.open(tmp_path / "g")
 
 
-def test_calibrations_that_do_not_fit_are_refused(tmp_path):
+def test_unsuitable_calibrations_are_refused(tmp_path):
     run = save_run(tmp_path / "run")
     fit_calibrations(run, model="0123456789abcdef")
     with pytest.raises(ValueError, match=r"belongs to another model .*: calibrate again"):
@@ -169,7 +169,7 @@ def test_calibrations_that_do_not_fit_are_refused(tmp_path):
         Gallery.create(tmp_path / "g", run)
 
 
-def test_the_model_is_the_gallerys(run, gallery, tmp_path):
+def test_another_model_is_refused(run, gallery, tmp_path):
     gallery.close()
     other = save_run(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match="was made with another model"):
@@ -188,7 +188,7 @@ def test_the_model_is_the_gallerys(run, gallery, tmp_path):
         Gallery.open(tmp_path / "nowhere")
 
 
-def test_making_a_gallery_again_after_a_kill(run, tmp_path):
+def test_creating_a_gallery_again_after_a_kill(run, tmp_path):
     """The model is copied before there is a gallery; what is left of an attempt with another one is no hindrance."""
     (tmp_path / "g" / "model").mkdir(parents=True)
     for name in ("pretrained", "calibration.json", "model.safetensors"):

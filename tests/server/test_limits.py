@@ -30,20 +30,20 @@ def test_a_client_never_gets_more_than_its_rate(rate, burst, pauses):
             assert j - i + 1 <= burst + rate * (passed[j] - start) + 1e-6
 
 
-def test_clients_do_not_share():
+def test_clients_have_separate_rates():
     rates = RateLimiter(1.0, 1, clock=lambda: 0.0)
     assert [rates.take(f"10.0.0.{n}") for n in range(9)] == [0.0] * 9
     assert rates.take("10.0.0.0") == 1.0
 
 
-def test_one_network_of_ipv6_is_one_client():
+def test_an_ipv6_network_is_one_client():
     rates = RateLimiter(1.0, 1, clock=lambda: 0.0)
     assert rates.take("2001:db8::1") == 0
     assert rates.take("2001:db8::ffff:2") == 1
     assert rates.take("2001:db8:0:1::1") == 0
 
 
-def test_addresses_are_not_remembered_without_end(monkeypatch):
+def test_the_number_of_stored_addresses_is_limited(monkeypatch):
     monkeypatch.setattr(module, "_MAX_ADDRESSES", 10)
     rates = RateLimiter(1.0, 1, clock=lambda: 0.0)
     for n in range(100):
@@ -57,7 +57,7 @@ def test_whole_seconds(seconds, header):
     assert whole_seconds(seconds) == header
 
 
-def test_room_is_never_exceeded_and_all_comes_back():
+def test_a_budget_is_never_exceeded_and_fully_returned():
     async def run(seed):
         chance, room, held, most = random.Random(seed), Budget(10), 0, 0
 
@@ -84,7 +84,7 @@ def test_room_is_never_exceeded_and_all_comes_back():
     assert max(asyncio.run(run(seed)) for seed in range(5)) == 10
 
 
-def test_room_is_given_in_order():
+def test_a_budget_is_given_in_order():
     async def run():
         room, order = Budget(4), []
 

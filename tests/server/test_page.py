@@ -50,7 +50,7 @@ class TestAsking:
         page.locator("#file").evaluate("input => { input.multiple = true }")
         page.set_input_files("#file", [NOVEL, MATCH])
         expect(verdict(page)).to_have_text("Not in the collection")
-        expect(page.locator("#said")).to_have_text("Only one of 2 files was asked: novel.png")
+        expect(page.locator("#said")).to_have_text("Only one of 2 files was searched: novel.png")
 
     def test_the_same_file_can_be_picked_again(self, service, visit, expect):
         page = visit(service.url)
@@ -95,7 +95,7 @@ class TestAnswers:
         expect(page.locator("#answer .reason")).to_have_text(reason)
         lines = [f"{chance} probability that the first result is right"]
         if image is NOVEL:  # what decided comes first
-            lines = ["2 % of images that belong here are as unusual as yours", f"{lines[0]} all the same"]
+            lines = ["2 % of images that belong here are as unusual as yours", f"{lines[0]} anyway"]
         expect(page.locator("#answer .chance")).to_have_text(lines)
         expect(page.locator("#answer")).to_have_attribute("role", "status")  # is read out
         icon = page.locator("#answer svg use").get_attribute("href")

@@ -26,7 +26,7 @@ class TestCollection:
         for item in service.items:
             item["level"] = 0.0
         page = visit(service.url + "#ambiguous")
-        expect(page.locator("#ambiguous-state")).to_have_text("This model says nothing about uncertainty.")
+        expect(page.locator("#ambiguous-state")).to_have_text("This model gives no uncertainty.")
 
     def test_an_item_opens_and_gives_the_focus_back(self, service, visit, expect):
         page = visit(service.url)
@@ -103,7 +103,7 @@ class TestCollection:
         tile.click()
         dialog.get_by_label("Label").fill("")
         dialog.get_by_role("button", name="Change label").click()
-        expect(question).to_contain_text("the only image without one")
+        expect(question).to_contain_text("the only image without a label")
         question.get_by_role("button", name="Change").click()
         expect(tile).to_contain_text("no label")
         assert item["label"] is None
@@ -220,7 +220,7 @@ class TestRefusals:
         expect(page.locator("#gallery")).to_contain_text("40 images")
         page.route("**/api/**", lambda route: route.abort("connectionrefused"))
         page.set_input_files("#file", MATCH)
-        expect(page.get_by_role("alert")).to_contain_text("The service does not answer.")
+        expect(page.get_by_role("alert")).to_contain_text("The service does not respond.")
         visit.wrong[:] = [line for line in visit.wrong if "ERR_CONNECTION_REFUSED" not in line]
 
 

@@ -153,7 +153,7 @@ class TestMap:
         service.items.clear()
         page.get_by_role("link", name="Search").click()
         page.get_by_role("link", name="Map").click()
-        expect(page.locator("#map-state")).to_contain_text("There is nothing to draw yet")
+        expect(page.locator("#map-state")).to_contain_text("There is no map yet")
         expect(page.locator("#map")).to_be_hidden()
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// One image at a time. Everything that comes from the data set goes through textContent or an attribute, never HTML.
+// Shows one image at a time. Text from the data set is set as textContent or attribute, never as HTML.
 const KINDS = {
   all: "all",
   mislabelled: "likely mislabelled",
@@ -7,7 +7,7 @@ const KINDS = {
   ambiguous: "ambiguous",
 };
 const TITLES = {mislabelled: "Likely mislabelled", duplicate: "Duplicate", ambiguous: "Ambiguous"};
-const SAID = {keep: "Kept", relabel: "Relabelled", exclude: "Excluded", undo: "Undone"};
+const DONE = {keep: "Kept", relabel: "Relabelled", exclude: "Excluded", undo: "Undone"};
 const at = (id) => document.getElementById(id);
 const state = {item: null, busy: false, filtered: false, made: []};
 
@@ -19,24 +19,24 @@ async function ask(path, body) {
   try {
     answer = await fetch(path, options);
   } catch {
-    throw new Error("The review no longer answers. Is the command still running?");
+    throw new Error("The review no longer responds. Is the command still running?");
   }
-  const told = await answer.json().catch(() => ({error: `HTTP ${answer.status}`}));
-  if (!answer.ok) throw new Error(told.error);
-  return told;
+  const reply = await answer.json().catch(() => ({error: `HTTP ${answer.status}`}));
+  if (!answer.ok) throw new Error(reply.error);
+  return reply;
 }
 
-// Runs one action at a time: a key that is held down decides nothing twice. A filter that is chosen meanwhile is not
-// lost: it is applied after the action.
+// Runs one action at a time, so that a key held down decides only once. A filter chosen meanwhile is applied after the
+// action.
 async function act(action) {
   if (state.busy) return;
   state.busy = true;
   at("alert").textContent = "";
-  const alarm = (error) => { at("alert").textContent = error.message; };
-  await action().catch(alarm);
+  const showError = (error) => { at("alert").textContent = error.message; };
+  await action().catch(showError);
   while (state.filtered) {
     state.filtered = false;
-    await next().catch(alarm);
+    await next().catch(showError);
   }
   state.busy = false;
 }
@@ -60,7 +60,7 @@ function showProgress(progress) {
 function verdict(item) {
   if (!item.decision) return "";
   const {decision, new_label: label, time} = item.decision;
-  return `${SAID[decision]}${label ? ` to ${label}` : ""} on ${time.slice(0, 10)}.`;
+  return `${DONE[decision]}${label ? ` to ${label}` : ""} on ${time.slice(0, 10)}.`;
 }
 
 function partner(found, item) {
@@ -78,9 +78,9 @@ function partner(found, item) {
   return entry;
 }
 
-function show(told) {
-  const item = state.item = told.item;
-  showProgress(told.progress);
+function show(reply) {
+  const item = state.item = reply.item;
+  showProgress(reply.progress);
   at("item").hidden = !item;
   at("done").hidden = Boolean(item);
   if (!item) {
@@ -118,13 +118,13 @@ function decide(decision) {
         return;
       }
     }
-    const told = await ask("/api/decisions", body);
+    const reply = await ask("/api/decisions", body);
     state.made.push(item.id);
     const to = decision === "relabel" ? ` to ${body.label}` : "";
     try {
       await next(item.id);
     } finally {
-      at("status").textContent = `${SAID[decision]}: ${told.item.image}${to}.`;
+      at("status").textContent = `${DONE[decision]}: ${reply.item.image}${to}.`;
     }
   });
 }
@@ -135,10 +135,10 @@ function undo() {
       at("status").textContent = "There is nothing to undo in this tab.";
       return;
     }
-    const told = await ask("/api/decisions", {item: state.made.at(-1), decision: "undo"});
+    const reply = await ask("/api/decisions", {item: state.made.at(-1), decision: "undo"});
     state.made.pop();
-    show(told);
-    at("status").textContent = `Undone: ${told.item.image} is open again.`;
+    show(reply);
+    at("status").textContent = `Undone: ${reply.item.image} is open again.`;
   });
 }
 
@@ -152,9 +152,9 @@ function skip() {
 
 function clean() {
   return act(async () => {
-    const told = await ask("/api/cleaned", {});
-    const counts = `${told.images} images, ${told.relabelled} relabelled, ${told.excluded} excluded`;
-    at("status").textContent = [`Written: ${told.path} (${counts}).`, ...told.notes].join(" ");
+    const reply = await ask("/api/cleaned", {});
+    const counts = `${reply.images} images, ${reply.relabelled} relabelled, ${reply.excluded} excluded`;
+    at("status").textContent = [`Written: ${reply.path} (${counts}).`, ...reply.notes].join(" ");
   });
 }
 
@@ -186,8 +186,8 @@ function key(event) {
     if (event.key === "Escape") at("title").focus();
     return;
   }
-  if (event.target === at("kind")) return;  // letters choose there
-  if (!at("keys").checked) return;  // for those who dictate, or whose screen reader uses such keys
+  if (event.target === at("kind")) return;  // letters select an option there
+  if (!at("keys").checked) return;  // for dictation and screen readers that use such keys
   const actions = {
     k: () => decide("keep"), r: () => decide("relabel"), d: () => decide("exclude"), s: skip, u: undo,
   };

@@ -27,7 +27,7 @@ async function more() {
   // Sorted by falling uncertainty: if even the first has none, the model does not say.
   const silent = offset === 0 && items.length > 0 && items[0].level === 0;
   at("ambiguous-state").textContent =
-    total === 0 ? "The gallery is empty." : silent ? "This model says nothing about uncertainty." : `${shown} of ${total}`;
+    total === 0 ? "The gallery is empty." : silent ? "This model gives no uncertainty." : `${shown} of ${total}`;
   if (offset) list.children[offset]?.firstChild.focus();
 }
 

@@ -1,4 +1,4 @@
-// The answer to a query, first and large, and the images it rests on.
+// Shows the answer to a query and the images that were found.
 import { at, count, icon, make, number, percent, sentence } from "./dom.js";
 import { gallery } from "./gallery.js";
 import { smallTile, tile } from "./items.js";
@@ -9,7 +9,7 @@ const STATES = {
   "not in the collection": { words: "Not in the collection", look: "novel" },
 };
 
-/** What is shown while the service looks: the old answer, if it is to the same image. */
+/** Show that a search is running; keep the old answer if it is for the same image. */
 export function showWaiting(sameImage) {
   at("answer").setAttribute("aria-busy", "true");
   if (sameImage) return;
@@ -17,7 +17,7 @@ export function showWaiting(sameImage) {
   at("results").hidden = true;
 }
 
-/** No answer came; the line for errors says why. */
+/** Remove the answer after an error. */
 export function showNothing() {
   at("answer").removeAttribute("aria-busy");
   at("answer").replaceChildren();
@@ -31,7 +31,7 @@ export function showReply(reply) {
   const verdict = make("h3", { className: "verdict" }, words);
   if (label !== null) verdict.append(": ", make("bdi", {}, label));
   const body = make("div", {}, verdict, make("p", { className: "reason" }, sentence(reply.reason)), ...chances(reply));
-  const told = reply.notes.filter((note) => note !== gallery.drift); // that one stands at the promise
+  const told = reply.notes.filter((note) => note !== gallery.drift); // shown next to the slider instead
   for (const note of told) body.append(make("p", { className: "note" }, sentence(note)));
   body.append(numbers(reply));
   at("answer").removeAttribute("aria-busy");
@@ -39,22 +39,21 @@ export function showReply(reply) {
   const reading = at("found").contains(document.activeElement);
   at("found").replaceChildren(...reply.results.map(found));
   at("results").hidden = reply.results.length === 0;
-  if (reading && !at("results").hidden) at("results-title").focus(); // what had the focus is gone
+  if (reading && !at("results").hidden) at("results-title").focus(); // the focused element no longer exists
 }
 
-/** The numbers that decided, as sentences; what sent a query away is how unusual it is, so that comes first then (and
- *  the first result is rather wrong than right). */
+/** The numbers behind the answer, as sentences. For “not in the collection”, how unusual the query is comes first. */
 function chances({ state, calibrated, probability, novelty }) {
   const line = (...words) => make("p", { className: "chance" }, ...words);
   if (!calibrated || probability === null) return [line("A guess: without a calibration there is no probability.")];
-  const sentAway = state === "not in the collection" && novelty !== null;
-  const after = ` probability that the first result is right${sentAway ? " all the same" : ""}`;
+  const rejected = state === "not in the collection" && novelty !== null;
+  const after = ` probability that the first result is right${rejected ? " anyway" : ""}`;
   const right = line(make("strong", {}, percent(probability)), after);
-  if (!sentAway) return [right];
+  if (!rejected) return [right];
   return [line(make("strong", {}, percent(novelty)), " of images that belong here are as unusual as yours"), right];
 }
 
-/** What the answer was made from, for those who want to know. */
+/** Further numbers, in a closed section. */
 function numbers({ novelty, level, took_ms }) {
   const facts = {
     "Usual for the collection (p-value)": number(novelty),
@@ -66,7 +65,7 @@ function numbers({ novelty, level, took_ms }) {
   return make("details", {}, make("summary", {}, "In numbers"), list);
 }
 
-/** One result, with its near duplicates folded into it. */
+/** One result with its near duplicates. */
 function found(result) {
   const facts = [`distance ${number(result.distance)}`];
   if (result.probability !== null) facts.unshift(`${percent(result.probability)} likely`);

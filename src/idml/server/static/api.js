@@ -1,30 +1,30 @@
-// Talking to the service: the key, its errors as one line, and pictures that may need the key.
+// Requests to the service: the key, errors as one line, and images that may need the key.
 import { at } from "./dom.js";
 import { enteredKey } from "./dialogs.js";
 
 const STORED = "idml-api-key";
 const storedKey = () => sessionStorage.getItem(STORED) ?? "";
-let question = null; // one question for the key, however many requests wait for it
+let question = null; // one dialog for the key, even if several requests wait for it
 
 function keep(key) {
   if (key) sessionStorage.setItem(STORED, key);
   else sessionStorage.removeItem(STORED);
 }
 
-/** Ask for the key; whether there is another one now. */
+/** Ask for the key; return whether it changed. */
 async function askKey(words) {
   question ??= enteredKey(words, { known: storedKey() !== "" });
   const key = await question;
   question = null;
-  at("key-button").hidden = false; // for those who turned the question down, or have a second key
+  at("key-button").hidden = false; // to enter a key later, or another one
   if (key !== null) keep(key);
   return key !== null;
 }
 
-/** Change or forget the key; whether the page has to be read again. */
-export const changeKey = () => askKey("This service asks for a key. A read key searches; changes need the full one.");
+/** Change or forget the key; return whether the page must be read again. */
+export const changeKey = () => askKey("This service needs a key. A read key can search; changes need the full key.");
 
-/** The response to a request; an Error with one clear line if it was refused. */
+/** Send a request; a refused one is an Error with one clear line. */
 export async function call(path, options = {}) {
   for (;;) {
     const key = storedKey();
@@ -42,7 +42,7 @@ async function sent(path, options, key) {
     return await fetch(path, { ...options, headers: { ...options.headers, ...(key && { "X-API-Key": key }) } });
   } catch (problem) {
     if (problem.name === "AbortError") throw problem;
-    throw new Error("The service does not answer. Is it still running?");
+    throw new Error("The service does not respond. Is it still running?");
   }
 }
 
@@ -66,13 +66,13 @@ const near = new IntersectionObserver(
   { rootMargin: "200px" },
 );
 
-/** Let an img show a picture of the service, as soon as it is about to be seen: a gallery has many. */
+/** Load an image of the service into an img shortly before it becomes visible. */
 export function show(image, path) {
   image.dataset.path = path;
   near.observe(image);
 }
 
-/** An img cannot send the key, so with one the bytes are fetched. */
+/** An img cannot send the key, so fetch the bytes if there is one. */
 async function load(image) {
   const { path } = image.dataset;
   if (!storedKey()) {
@@ -84,6 +84,6 @@ async function load(image) {
     for (const done of ["load", "error"]) image.addEventListener(done, () => URL.revokeObjectURL(url), { once: true });
     image.src = url;
   } catch {
-    image.dispatchEvent(new Event("error")); // the same as for an img that fetches by itself
+    image.dispatchEvent(new Event("error")); // as for an img that loads by itself
   }
 }

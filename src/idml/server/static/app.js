@@ -1,4 +1,4 @@
-// Starts the page: reads the gallery, and shows the view that the address names.
+// Starts the page: reads the gallery and shows the view named in the address.
 import { at, complain, telling } from "./dom.js";
 import { changeKey } from "./api.js";
 import { readGallery } from "./gallery.js";

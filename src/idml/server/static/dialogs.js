@@ -1,7 +1,7 @@
 // Questions that wait for an answer: a confirmation, the API key.
 import { at } from "./dom.js";
 
-/** Show a dialog and wait; the value of the button that closed it, "" for Escape. */
+/** Show a dialog and wait; return the value of the button that closed it, "" for Escape. */
 function answered(dialog) {
   return new Promise((resolve) => {
     dialog.returnValue = "";
@@ -10,7 +10,7 @@ function answered(dialog) {
   });
 }
 
-/** Whether the user says yes. A dangerous action is not what Enter does. */
+/** Ask for confirmation. Enter never confirms a dangerous action. */
 export async function confirmed(question, action, { danger = false } = {}) {
   const yes = at("confirm-yes");
   at("confirm-words").textContent = question;
@@ -21,7 +21,7 @@ export async function confirmed(question, action, { danger = false } = {}) {
   return (await answered(at("confirm-dialog"))) === "yes";
 }
 
-/** The key that the user enters; "" to forget the present one; null if the question was turned down. */
+/** Ask for the key; "" means forget the present one, null means cancelled. */
 export async function enteredKey(words, { known }) {
   at("key-words").textContent = words;
   at("key-forget").hidden = !known;

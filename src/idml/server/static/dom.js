@@ -1,4 +1,4 @@
-// Building the page: text always goes in as text, so nothing the service sends can become markup.
+// Builds the page. Text is always inserted as text, so nothing from the service can become markup.
 
 export const at = (id) => document.getElementById(id);
 
@@ -13,7 +13,7 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
-/** One of the icons drawn in index.html; the words beside it say the same. */
+/** One of the icons in index.html; the text beside it has the same meaning. */
 export function icon(name) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
@@ -24,19 +24,19 @@ export function icon(name) {
   return svg;
 }
 
-/** A share in words; never rounded up to certainty or down to impossibility. */
+/** A share in per cent; never rounded to 0 or 100. */
 export function percent(share) {
   if (share > 0.99 && share < 1) return "over 99\u00a0%";
   if (share > 0 && share < 0.01) return "under 1\u00a0%";
   return `${Math.round(100 * share)}\u00a0%`;
 }
 
-/** A wished error rate, which may have decimals. */
+/** An error rate, which may have decimals. */
 export const rate = (share) => `${Number((100 * share).toPrecision(3))}\u00a0%`;
 
 export const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
 
-/** Tell the user, in the line for errors or the line for what was done; the other one is emptied. */
+/** Show a message in the line for errors or in the line for results, and clear the other line. */
 function tell(line, other, words) {
   at(other).textContent = "";
   at(line).textContent = words;
@@ -46,15 +46,15 @@ export const complain = (problem) => {
   if (problem.name !== "AbortError") tell("error", "said", problem.message);
 };
 
-/** An event handler whose failure is told to the user. */
+/** An event handler that shows its errors to the user. */
 export const telling = (action) => (event) => action(event)?.catch(complain);
 
-/** Words of the service as a sentence. */
+/** A text of the service as a sentence. */
 export function sentence(words, { capital = true } = {}) {
   const text = words?.trim() ?? "";
   const first = capital ? text.charAt(0).toUpperCase() : text.charAt(0);
   return text && first + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 }
 
-/** Short enough for a tile, long enough to be compared. */
+/** A number with few digits. */
 export const number = (x) => (x === null || x === undefined ? "–" : x.toFixed(3));

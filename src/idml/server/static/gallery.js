@@ -1,11 +1,11 @@
-// What the service says about the gallery, and the promise at the slider; whoever changes the gallery tells the page here.
+// The state of the gallery, the slider for the error rate, and the event that announces changes.
 import { at, count, percent, rate, sentence } from "./dom.js";
 import { json } from "./api.js";
 
-const USUAL = 0.05; // the error rate that the service assumes where none is wished
+const USUAL = 0.05; // the default error rate of the service
 export const gallery = { calibrated: false, writable: false, promises: [] };
 
-/** Read it again and show it in the head of the page and at the slider. */
+/** Read the state again and show it in the header and at the slider. */
 export async function readGallery() {
   const before = maxError();
   Object.assign(gallery, await json("api/gallery"));
@@ -30,16 +30,16 @@ export async function changed(detail) {
   await readGallery();
 }
 
-/** What to know before an image is left without a label. */
+/** A warning before an image gets no label. */
 export const bareWarning = () =>
-  gallery.labelled === gallery.items ? " It would be the only image without one, and no answer could go by labels then." : "";
+  gallery.labelled === gallery.items ? " It would be the only image without a label, and answers could no longer use labels." : "";
 
 const promise = () => gallery.promises[Number(at("max-error").value)];
 
-/** The wished error rate; null where nothing can be wished. */
+/** The chosen error rate; null if none can be chosen. */
 export const maxError = () => (at("wish").hidden ? null : promise().max_error);
 
-/** Where it was before, else at the usual rate, else at the first larger one that can be promised. */
+/** Set the slider: where it was before, else the first rate from the default on that can be promised, else the default. */
 function placeSlider(before) {
   const place = (fits) => gallery.promises.findIndex(fits);
   const wanted = [
@@ -52,7 +52,7 @@ function placeSlider(before) {
   showPromise();
 }
 
-/** Say what the slider's place means. */
+/** Describe the chosen error rate. */
 export function showPromise() {
   const { max_error, confidence, possible, coverage, reason } = promise();
   const wish = `at most ${rate(max_error)}`;
@@ -60,15 +60,15 @@ export function showPromise() {
   at("max-error").setAttribute("aria-valuetext", possible ? wish : `${wish}, cannot be promised`);
   at("promise").classList.toggle("refused", !possible);
   at("promise").textContent = possible
-    ? `Promised, with ${percent(confidence)} confidence, ${condition()}. About ${percent(coverage)} of queries get a match; the others are told “unsure” or “not in the collection”.`
+    ? `Promised, with ${percent(confidence)} confidence, ${condition()}. About ${percent(coverage)} of queries get a match; the others get “unsure” or “not in the collection”.`
     : `Cannot promise that here: ${why(reason)} Nothing is called a match.`;
 }
 
-/** For which queries it is promised. */
+/** The queries for which the promise holds. */
 const condition = () =>
   gallery.unknown_share >= 0.01
     ? `where no more than about ${percent(gallery.unknown_share)} of queries show what is not in the collection`
     : "where all queries show what is in the collection";
 
-/** The service's reason without its first words, which were just said. */
+/** The reason of the service without its first words, which the page has shown already. */
 const why = (reason) => sentence(reason?.replace(/^cannot promise at most [^:]*: /, ""), { capital: false });

@@ -9,7 +9,7 @@ let current = null; // the item in the dialog
 const name = ({ id, path }) => path?.split("/").pop() || id.slice(0, 8);
 const called = (label) => (label === null ? "no label" : `“${label}”`);
 
-/** An img that shows an item; what cannot be shown is only its words. */
+/** An img that shows an item; if that fails, its text is shown. */
 function picture(item, part, words) {
   const image = make("img", { alt: words });
   image.addEventListener("error", () => image.classList.add("missing"));
@@ -42,7 +42,7 @@ export function smallTile(id, words) {
   return button;
 }
 
-/** Show an item, as the gallery has it now. */
+/** Open the dialog with the current state of an item. */
 export async function openItem(id) {
   current = await json(itemPath(id));
   fill();
@@ -92,7 +92,7 @@ async function finish(change) {
   await reading.catch(complain);
 }
 
-/** While the dialog covers the page, its own line tells what went wrong. */
+/** Show errors inside the dialog while it covers the page. */
 const inDialog = (action) => (event) =>
   action(event).catch((problem) => {
     at("item-error").textContent = problem.message;

@@ -1,10 +1,10 @@
-// The map of the gallery: points on a canvas, for the mouse and the keyboard, and the same as a list.
+// The map of the gallery: points on a canvas for mouse and keyboard, and the same as a list.
 import { at, count, make, number, telling } from "./dom.js";
 import { json } from "./api.js";
 import { openItem, tile } from "./items.js";
 import { classLook, dark, drawShape, nearest, next, place, ranks, scaleColour } from "./points.js";
 
-const REACH = 16; // pixels from a point that still mean it
+const REACH = 16; // pixels around a point that select it
 const NAMED = 16; // classes in the legend
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const canvas = at("map");
@@ -15,10 +15,10 @@ let seen = null; // the point whose item is shown
 let waiting = 0; // the timer of a hover
 const inOrder = new Intl.Collator("en", { numeric: true }).compare;
 
-/** Read the map, unless it is there already, and draw it. */
+/** Read the map if necessary, and draw it. */
 export async function showMap() {
   if (points === null) {
-    at("map-state").textContent = "Drawing the map; the first time this can take a minute…";
+    at("map-state").textContent = "Computing the map; the first time this can take a minute…";
     try {
       ({ points } = await json("api/map"));
     } finally {
@@ -29,14 +29,14 @@ export async function showMap() {
   prepare();
 }
 
-/** What follows from the points: classes, ranks of uncertainty, legend, list. */
+/** Compute classes, uncertainty ranks, legend and list from the points. */
 function prepare() {
   classes = [...new Set(points.map((p) => p.label))].filter((label) => label !== null).sort(inOrder);
   const numbers = new Map(classes.map((label, i) => [label, i]));
   const shares = ranks(points.map((p) => p.level));
   points.forEach((p, i) => Object.assign(p, { class: numbers.get(p.label) ?? -1, share: shares[i] }));
   at("map-area").hidden = at("map-list").hidden = points.length === 0;
-  at("map-state").textContent = points.length ? "" : "There is nothing to draw yet: the gallery is too small.";
+  at("map-state").textContent = points.length ? "" : "There is no map yet: the gallery is too small.";
   list();
   legend();
   see(seen);
@@ -83,7 +83,7 @@ function legend() {
   const named = classes.slice(0, NAMED).map((label, i) => entry(label, classLook(i)));
   if (classes.length > NAMED) named.push(make("li", {}, `and ${count(classes.length - NAMED, "more class", "more classes")}`));
   if (points.some((p) => p.class < 0)) named.push(entry("no label", classLook(-1)));
-  const silent = make("li", {}, "This model says nothing about uncertainty.");
+  const silent = make("li", {}, "This model gives no uncertainty.");
   at("legend").replaceChildren(...(byClass() ? named : levels[0] === levels.at(-1) ? [silent] : scale));
 }
 
@@ -94,7 +94,7 @@ function see(p) {
   at("map-item").replaceChildren(p ? tile(p, `uncertainty ${number(p.level)}`) : "No image chosen.");
 }
 
-/** A list of classes; each opens to its images, so that the whole gallery is not built at once. */
+/** A list of classes; the images of a class are added when it is opened. */
 function list() {
   const groups = new Map();
   for (const p of points) groups.set(p.class, groups.get(p.class) ?? []).get(p.class).push(p);
@@ -131,7 +131,7 @@ canvas.addEventListener("click", (event) => keep(under(event)));
 canvas.addEventListener("pointermove", (event) => {
   const p = under(event) ?? kept;
   clearTimeout(waiting);
-  if (p !== seen) waiting = setTimeout(see, 60, p); // a passing pointer does not ask for every image it crosses
+  if (p !== seen) waiting = setTimeout(see, 60, p); // a moving pointer does not load every image it crosses
 });
 canvas.addEventListener("pointerleave", () => {
   clearTimeout(waiting);

@@ -1,14 +1,14 @@
-// Drawing the map's points: where they lie, how they look, which one is meant.
+// Draws the points of the map: position, colour and shape, and which one is selected.
 
-const SHAPES = ["circle", "square", "triangle", "diamond"]; // with the hue, so that colour is not all there is
+const SHAPES = ["circle", "square", "triangle", "diamond"]; // in addition to colour
 const MARGIN = 14;
 const SCALES = {
   light: [[44, 116, 179], [122, 63, 160], [138, 15, 31]],
   dark: [[127, 184, 230], [211, 164, 240], [255, 179, 107]],
-}; // from certain to uncertain; all of them stand out from the ground, so the size of a point tells the rest
+}; // from certain to uncertain; all of them contrast with the background
 export const dark = matchMedia("(prefers-color-scheme: dark)");
 
-/** The colour and shape of the i-th class; -1 is "no label". The golden angle keeps neighbours in the list apart. */
+/** The colour and shape of the i-th class; -1 is "no label". The golden angle gives neighbouring classes different colours. */
 export function classLook(i) {
   if (i < 0) return { fill: dark.matches ? "#9aa3ad" : "#6b737c", shape: "circle" };
   return { fill: `hsl(${(i * 137.508) % 360} 65% ${dark.matches ? 68 : 33}%)`, shape: SHAPES[i % SHAPES.length] };
@@ -23,7 +23,7 @@ export function scaleColour(share) {
   return `rgb(${mixed.join(" ")})`;
 }
 
-/** The share of points with a lower level, for each point: levels are compared by rank, as a few are far out. */
+/** For each point, the share of points with a lower level: ranks are robust to a few extreme levels. */
 export function ranks(levels) {
   const sorted = [...levels].sort((a, b) => a - b);
   const last = Math.max(sorted.length - 1, 1);
@@ -32,7 +32,7 @@ export function ranks(levels) {
   return levels.map((level) => place.get(level));
 }
 
-/** Give every point its place on the canvas, the same scale in both directions. */
+/** Compute the position of every point on the canvas, with one scale for both directions. */
 export function place(points, width, height) {
   const span = (key) => points.reduce(([a, b], p) => [Math.min(a, p[key]), Math.max(b, p[key])], [Infinity, -Infinity]);
   const [left, right] = span("x");
@@ -44,7 +44,7 @@ export function place(points, width, height) {
   }
 }
 
-/** Draw one shape of a radius around a place. */
+/** Draw one shape. */
 export function drawShape(context, { fill, shape }, left, top, radius) {
   context.fillStyle = fill;
   context.beginPath();
@@ -57,7 +57,7 @@ export function drawShape(context, { fill, shape }, left, top, radius) {
   context.fill();
 }
 
-/** The point nearest to a place, if it is within reach. */
+/** The nearest point within reach of a position. */
 export function nearest(points, left, top, reach = Infinity) {
   let best = null;
   let least = reach;
@@ -68,7 +68,7 @@ export function nearest(points, left, top, reach = Infinity) {
   return best;
 }
 
-/** The next point from one in a direction: the nearest within 45 degrees of it, or the same if there is none. */
+/** The nearest point within 45 degrees of a direction; the same point if there is none. */
 export function next(points, from, [right, down]) {
   let best = from;
   let least = Infinity;

@@ -1,15 +1,15 @@
-// A query: an image that is dropped, pasted, picked or photographed, asked again when the wish changes, added if wished.
+// Queries: an image is dropped, pasted, chosen or photographed, searched, and can be added to the gallery.
 import { at, say, telling } from "./dom.js";
 import { json } from "./api.js";
 import { bareWarning, changed, gallery, maxError, readGallery, showPromise } from "./gallery.js";
 import { confirmed } from "./dialogs.js";
 import { showNothing, showReply, showWaiting } from "./answer.js";
 
-const SHOWN = 12; // results asked for
-let query = null; // the image file asked last
-let asking = new AbortController(); // of the request under way: a newer one replaces it
+const SHOWN = 12; // number of results
+let query = null; // the last image file
+let asking = new AbortController(); // cancels the running request when a newer one starts
 
-/** Ask with an image. */
+/** Search for an image. */
 async function ask(file) {
   const sameImage = file === query;
   query = file;
@@ -27,7 +27,7 @@ async function ask(file) {
     at("add").hidden = !gallery.writable;
     if (!sameImage) at("answer").scrollIntoView({ block: "nearest" });
   } catch (problem) {
-    if (!signal.aborted) showNothing(); // else the newer request shows what it finds
+    if (!signal.aborted) showNothing(); // otherwise the newer request shows its result
     throw problem;
   }
 }
@@ -51,16 +51,16 @@ function preview(file) {
   say("");
 }
 
-const isImage = (file) => !file.type || file.type.startsWith("image/"); // a type the system does not know: the service tells
+const isImage = (file) => !file.type || file.type.startsWith("image/"); // no type: the service decides
 
-/** Ask with the first image of those that came in. */
+/** Search for the first image among some files. */
 async function take(files) {
   if (!files.length || document.querySelector("dialog[open]")) return;
   const file = [...files].find(isImage);
   if (!file) throw new Error(`“${files[0].name}” is not an image.`);
   const answer = ask(file);
   location.hash = "#search";
-  if (files.length > 1) say(`Only one of ${files.length} files was asked: ${file.name}`);
+  if (files.length > 1) say(`Only one of ${files.length} files was searched: ${file.name}`);
   await answer;
 }
 
@@ -83,7 +83,7 @@ const again = () => (query === null ? undefined : ask(query));
 for (const id of ["file", "camera"]) {
   at(id).addEventListener("change", telling(async ({ target }) => {
     const files = [...target.files];
-    target.value = ""; // picking the same file again asks again
+    target.value = ""; // choosing the same file again searches again
     await take(files);
   }));
 }

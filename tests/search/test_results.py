@@ -75,7 +75,7 @@ def test_search_and_calibration_build_the_same_evidence(shop, monkeypatch, k):
 
 
 @pytest.mark.parametrize("k", [1, 3, 10, 17])
-def test_evidence_and_results_are_those_of_loops(shop, monkeypatch, k):
+def test_evidence_and_results_equal_a_loop(shop, monkeypatch, k):
     """Whatever k is, the evidence is that of the 10 nearest, and nothing but the evidence makes the answer."""
     gallery, stored, labels, queries, _ = shop
     queries = queries[:12]
@@ -133,7 +133,7 @@ def test_three_states_and_both_kinds_of_gallery(shop):
     assert gallery.calibration.labelled
 
 
-def test_result_sets_are_shown_whole(shop):
+def test_result_sets_are_shown_completely(shop):
     """The results that an answer speaks of hold every image of the set, duplicates or not, also beyond k."""
     gallery, stored, labels, queries, _ = shop
     twins = stored[:300]  # each a second time, with another id
@@ -202,7 +202,7 @@ def test_k_is_a_whole_number(gallery, k):
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), min_size=1, max_size=14))
-def test_near_duplicates_are_one_result(places):
+def test_near_duplicates_are_grouped_into_one_result(places):
     """Against the rule, item by item: into the first earlier group whose head is near or has the same bytes."""
     listed = [
         FoundItem(
@@ -244,7 +244,7 @@ def test_k_counts_results_without_their_duplicates(gallery):
     assert [r.distance for r in reply.results] == sorted(r.distance for r in reply.results)
 
 
-def test_the_search_for_others_ends_at_four_k(gallery, monkeypatch):
+def test_the_search_depth_is_limited_to_four_k(gallery, monkeypatch):
     query = crowd(gallery, 60, 5)
     asked = []
     search = gallery.engine.search
@@ -255,7 +255,7 @@ def test_the_search_for_others_ends_at_four_k(gallery, monkeypatch):
     assert max(k for n, k in asked if n == 1) == 32
 
 
-def test_equal_bytes_are_duplicates_wherever_they_are(gallery):
+def test_equal_bytes_are_duplicates_at_any_distance(gallery):
     e, _ = cloud(1, 3)
     twin = hashlib.sha256(b"twin").hexdigest()
     gallery.add_embedded([Item("a", twin, id="a"), Item("b", hashlib.sha256(b"b").hexdigest(), id="b")], e[:2])

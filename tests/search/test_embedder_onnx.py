@@ -87,7 +87,7 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
-def test_as_torch(tmp_path, made, variant):
+def test_embeddings_equal_those_of_torch(tmp_path, made, variant):
     run = place(tmp_path / "run", made[variant])
     ours, theirs = open_embedder(run, runtime="onnx"), open_embedder(run)
     assert isinstance(ours, OnnxEmbedder)
@@ -102,14 +102,14 @@ def test_as_torch(tmp_path, made, variant):
     assert found.uncertainty.std() > 1e-4
 
 
-def test_an_image_is_embedded_the_same_in_any_company(run):
+def test_an_embedding_does_not_depend_on_the_batch(run):
     embedder, images = OnnxEmbedder(run), pictures(ONNX_BATCH + 5)
     together = embedder.embed(images)
     for i in (0, 3, ONNX_BATCH, ONNX_BATCH + 4):
         same(embedder.embed([images[i]]), together[i])
 
 
-def test_threads_may_share_one(run):
+def test_threads_share_an_embedder(run):
     embedder, images = OnnxEmbedder(run), pictures(6)
     wanted, found = embedder.embed(images), {}
 
@@ -132,7 +132,7 @@ def test_the_file_of_the_run_is_used(run, cache, caplog, exports):
     assert caplog.messages == []
 
 
-def test_a_gallery_carries_the_file(run, made, cache, tmp_path, exports):
+def test_a_gallery_contains_the_exported_model(run, made, cache, tmp_path, exports):
     """The file of the run, or one that was exported after the gallery was made; then nothing is exported again."""
     (run / ONNX).unlink()
     Gallery.create(tmp_path / "g", run).close()
@@ -159,7 +159,7 @@ def test_a_gallery_carries_the_file(run, made, cache, tmp_path, exports):
     assert not (tmp_path / "half" / "model" / ONNX).exists()
 
 
-def test_without_it_the_cache_is_filled_once(run, cache, caplog, exports):
+def test_a_missing_export_is_cached_once(run, cache, caplog, exports):
     (run / ONNX).unlink()
     first, again = OnnxEmbedder(run), OnnxEmbedder(run)
     (kept,) = cache.glob("*.onnx")
@@ -188,7 +188,7 @@ def foreign(run, made):
 
 
 @pytest.mark.parametrize("how", [stale, damaged, foreign])
-def test_a_file_that_does_not_fit_is_not_used(run, made, how, caplog, exports):
+def test_an_unsuitable_export_is_not_used(run, made, how, caplog, exports):
     told = how(run, made)
     before = (run / ONNX).read_bytes()
     with caplog.at_level(logging.WARNING):
@@ -224,14 +224,14 @@ def in_threads(function, values):
         thread.join()
 
 
-def test_several_at_once_export_once(run, exports):
+def test_parallel_embedders_export_once(run, exports):
     (run / ONNX).unlink()
     found = []
     in_threads(lambda _: found.append(OnnxEmbedder(run)), range(4))
     assert (len(found), len(exports)) == (4, 1)
 
 
-def test_a_model_that_changes_meanwhile(run, made, exports, monkeypatch):
+def test_a_model_that_changes_during_the_export(run, made, exports, monkeypatch):
     (run / ONNX).unlink()
     known = onnx_embedder.export_onnx
 
@@ -256,7 +256,7 @@ def test_mistakes(run, tmp_path, monkeypatch):
         OnnxEmbedder(run)
 
 
-def test_threads_are_those_of_torch(run, monkeypatch):
+def test_onnx_uses_the_thread_count_of_torch(run, monkeypatch):
     for count in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         assert OnnxEmbedder(run)._session.get_session_options().intra_op_num_threads == count

@@ -57,7 +57,7 @@ def test_batches_are_full_and_no_larger():
     assert len(search.threads) == 1
 
 
-def test_different_wishes_are_searched_apart():
+def test_different_targets_are_searched_separately():
     search = Searched()
     asked = [(0, 3, TARGETS), (1, 5, TARGETS), (2, 3, RiskTargets(max_error=0.2)), (3, 3, TARGETS)]
 
@@ -91,7 +91,7 @@ def test_a_single_query_does_not_wait_long():
     assert sizes == [1]
 
 
-def test_what_comes_while_the_worker_is_busy_goes_together():
+def test_queries_that_wait_for_the_worker_form_one_batch():
     search = Searched(seconds=0.05)
 
     async def work(batcher):
@@ -104,7 +104,7 @@ def test_what_comes_while_the_worker_is_busy_goes_together():
     assert sizes == [1, 3]
 
 
-def test_who_gives_up_is_not_searched_for():
+def test_cancelled_queries_are_not_searched():
     search = Searched(seconds=0.05)
 
     async def work(batcher):
@@ -122,7 +122,7 @@ def test_who_gives_up_is_not_searched_for():
     assert search.calls == [["first"], ["stays"]]
 
 
-def test_closing_answers_what_waits_and_refuses_the_rest():
+def test_closing_answers_waiting_queries_and_refuses_new_ones():
     search = Searched(seconds=0.02)
 
     async def work(batcher):

@@ -34,7 +34,7 @@ def drawn(monkeypatch):
     return calls
 
 
-def test_alike_is_near(gallery):
+def test_similar_images_are_close(gallery):
     embeddings, labels = cloud(4, 15, noise=0.1)
     items = as_items(labels.tolist())
     gallery.add_embedded(items, embeddings)
@@ -53,7 +53,7 @@ def test_alike_is_near(gallery):
     assert right == 60
 
 
-def test_it_is_kept_until_items_change(gallery, run, tmp_path, drawn):
+def test_a_map_is_stored_until_items_change(gallery, run, tmp_path, drawn):
     embeddings, labels = cloud(3, 4)
     items = as_items(labels.tolist())
     gallery.add_embedded(items, embeddings)
@@ -73,7 +73,7 @@ def test_it_is_kept_until_items_change(gallery, run, tmp_path, drawn):
     assert len(drawn) == 8
 
 
-def test_large_galleries_are_drawn_in_part(gallery, drawn):
+def test_large_galleries_are_sampled(gallery, drawn):
     embeddings, labels = cloud(3, 20)
     gallery.add_embedded(as_items(labels.tolist()), embeddings)
     some = {p.id for p in gallery_map(gallery, limit=12)}
@@ -96,13 +96,13 @@ def test_small_galleries(gallery, items):
     assert all(0 <= p.x <= 1 and 0 <= p.y <= 1 for p in points)
 
 
-def test_items_that_are_all_the_same(gallery):
+def test_identical_items(gallery):
     for n, s in enumerate((torch.ones(6, DIMENSIONS), torch.zeros(6, DIMENSIONS))):
         gallery.add_embedded(as_items([0] * 6, first=100 * n), Embeddings(s, torch.zeros(6, DIMENSIONS)))
         assert all(math.isfinite(p.x + p.y) for p in gallery_map(gallery))
 
 
-def test_a_place_where_nothing_can_be_written(gallery, monkeypatch, drawn):
+def test_a_folder_without_write_permission(gallery, monkeypatch, drawn):
     gallery.add_embedded(as_items([0] * 5), cloud(1, 5)[0])
 
     def full(path, data):
@@ -113,7 +113,7 @@ def test_a_place_where_nothing_can_be_written(gallery, monkeypatch, drawn):
     assert drawn == [5, 5]
 
 
-def test_in_milvus_it_is_kept_in_the_cache(gallery, tmp_path, monkeypatch, drawn):
+def test_maps_of_milvus_galleries_are_cached(gallery, tmp_path, monkeypatch, drawn):
     monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
     gallery.add_embedded(as_items([0] * 5), cloud(1, 5)[0])
     gallery.roots = None  # as it is in Milvus

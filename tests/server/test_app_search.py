@@ -49,7 +49,7 @@ def test_search_refuses_bad_parameters(shared, query):
     assert said(response).split(":")[0] in ("k", "max_error", "max_missed")
 
 
-def test_wishes_reach_the_gallery_and_its_answer_the_client(client, gallery, monkeypatch):
+def test_targets_reach_the_gallery(client, gallery, monkeypatch):
     asked, real = [], gallery.search
 
     def search_sets(images, k, targets):
@@ -62,7 +62,7 @@ def test_wishes_reach_the_gallery_and_its_answer_the_client(client, gallery, mon
     assert asked == [(7, RiskTargets(max_error=0.2, max_missed=0.1)), (12, RiskTargets())]
 
 
-def test_promises_say_what_they_are_for(client, gallery, monkeypatch):
+def test_guarantees_name_their_conditions(client, gallery, monkeypatch):
     """The confidence, and how many of the queries may be unknown."""
     counts = ThresholdCounts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
     monkeypatch.setattr(gallery, "guarantees", lambda: [counts.find_guarantee(error, 0.9) for error in (0.01, 0.05)])
@@ -77,7 +77,7 @@ def test_promises_say_what_they_are_for(client, gallery, monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_search_knows_all_formats(shared, format):
+def test_search_accepts_all_formats(shared, format):
     response = search(shared, picture(3, format=format))
     assert response.status_code == 200
     assert response.json()["results"][0]["id"] == identity(picture(3))
@@ -91,7 +91,7 @@ def test_search_in_an_empty_gallery(tmp_path, tiny_run):
         assert client.get("/api/items").json() == {"total": 0, "items": []}
 
 
-def test_many_at_once_get_what_each_gets_alone(client, gallery):
+def test_parallel_queries_get_the_same_answers(client, gallery):
     """32 threads; the reference is the gallery itself, one image at a time."""
     queries = [picture(n) for n in range(32)]
     sizes = []

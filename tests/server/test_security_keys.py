@@ -31,7 +31,7 @@ def test_roles(api, read, role):
 
 
 @given(st.text(max_size=20))
-def test_only_the_very_key_fits(guess):
+def test_only_the_exact_key_is_accepted(guess):
     keys = Keys(FULL, READ)
     expected = {FULL: Role.WRITER, READ: Role.READER}.get(guess, Role.NOBODY)
     assert keys.role({"x-api-key": guess}) == expected
@@ -63,13 +63,13 @@ def test_equal_keys_are_refused():
         Keys("one", "one")
 
 
-def test_a_key_does_not_show():
+def test_keys_are_not_in_the_repr():
     keys = Keys(FULL, READ)
     assert FULL not in repr(keys) + repr(vars(keys))
     assert READ not in repr(keys) + repr(vars(keys))
 
 
-def test_what_is_needed():
+def test_required_roles():
     for path in ("/", "/static/app.js", "/api/health", "/openapi.json"):
         assert required_role("GET", path) == Role.NOBODY
     for path in ("/metrics", "/api/gallery", "/api/items", "/api/items/1/image", "/api/map", "/nothing", "/static"):

@@ -92,7 +92,7 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("data", HIDDEN.values(), ids=HIDDEN)
-def test_bombs_behind_a_harmless_head(shared, data):
+def test_bombs_behind_a_harmless_header(shared, data):
     tracemalloc.start()
     try:
         response = search(shared, data)
@@ -154,7 +154,7 @@ POLYGLOTS = {
 
 
 @pytest.mark.parametrize("case", POLYGLOTS.values(), ids=POLYGLOTS)
-def test_a_polyglot_is_what_it_decodes_to(client, gallery, case):
+def test_a_polyglot_is_served_as_its_image_format(client, gallery, case):
     """An image that is also something else: it is kept and served as that image, whatever it was sent as."""
     data, kind, name, claimed = case
     files = {"image": (name, data, claimed)}
@@ -189,7 +189,7 @@ def test_a_polyglot_is_what_it_decodes_to(client, gallery, case):
         b"P6 1000000 1000000 255\n",
     ],
 )
-def test_what_is_no_image(shared, data):
+def test_data_that_is_not_an_image(shared, data):
     for kind in ("image/png", "image/svg+xml", "text/plain"):
         for path in ("/api/search", "/api/items"):
             response = shared.post(path, files={"image": ("picture.png", data, kind)})
@@ -214,7 +214,7 @@ def test_broken_images(shared, format):
             assert said(response)
 
 
-def test_several_photographs_in_one_file(client):
+def test_a_file_with_several_images(client):
     """A camera's MPO is a JPEG to everybody."""
     out = io.BytesIO()
     first, second = (Image.open(io.BytesIO(picture(n))) for n in (70, 71))
@@ -276,7 +276,7 @@ def test_bad_forms(shared, body, status, words):
         "multipart/mixed; boundary=b",
     ],
 )
-def test_what_is_no_form(shared, kind):
+def test_bodies_that_are_not_forms(shared, kind):
     response = post(shared, multipart(field(b"image", IMAGE)), kind)
     assert response.status_code == 415
     assert "multipart/form-data" in said(response)
@@ -288,7 +288,7 @@ def test_a_very_long_boundary(shared):
     assert said(response)
 
 
-def test_a_name_is_used_for_nothing(client, gallery, tmp_path):
+def test_the_file_name_is_not_used(client, gallery, tmp_path):
     name = b'; filename="../../../../' + str(tmp_path).encode() + b'/evil.html"'
     body = multipart(field(b"image", picture(80), name), field(b"label", b"<img src=x onerror=alert(1)>"))
     response = post(client, body, path="/api/items")
@@ -321,7 +321,7 @@ def test_a_link_out_of_an_indexed_folder_is_not_served(tmp_path, tiny_run):
             assert client.get(f"/api/items/{ids['later.png']}/image").status_code == 404
 
 
-def test_a_link_put_there_at_the_last_moment_is_not_followed(tmp_path):
+def test_a_late_link_is_not_followed(tmp_path):
     from idml.server.responses import ApiError
     from idml.server.uploads import open_image_file
 

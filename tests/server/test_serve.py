@@ -169,7 +169,7 @@ def server(tmp_path_factory, tiny_run):
         assert "Traceback" not in "".join(server.said)  # nothing of all this was unforeseen
 
 
-def test_it_answers(server):
+def test_the_service_answers(server):
     with server.connect() as connection:
         connection.sendall(search_request(picture(3)) + b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # both
         data = read_all(connection)  # closed when nothing more comes
@@ -178,7 +178,7 @@ def test_it_answers(server):
     assert b"server:" not in data.lower()
 
 
-def test_a_client_that_says_nothing_is_let_go(server):
+def test_a_silent_client_is_disconnected(server):
     connections = [server.connect() for _ in range(5)]
     started = time.monotonic()
     for connection in connections:
@@ -188,7 +188,7 @@ def test_a_client_that_says_nothing_is_let_go(server):
     assert server.settles()
 
 
-def test_a_client_that_sends_its_headers_slowly_is_let_go(server):
+def test_a_client_with_slow_headers_is_disconnected(server):
     with server.connect() as connection:
         connection.sendall(b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n")
         seconds, data = keep_sending(connection, b"X: y\r\n")
@@ -197,7 +197,7 @@ def test_a_client_that_sends_its_headers_slowly_is_let_go(server):
     assert server.settles()
 
 
-def test_a_client_that_sends_its_body_slowly_is_told(server):
+def test_a_client_with_a_slow_body_gets_an_error(server):
     with server.connect() as connection:
         connection.sendall(search_request(b"x" * 1000)[:-900])
         connection.settimeout(0.1)
@@ -216,7 +216,7 @@ def test_a_client_that_sends_its_body_slowly_is_told(server):
     assert server.settles()
 
 
-def test_a_client_that_does_not_take_its_answer_is_let_go(server):
+def test_a_client_that_does_not_read_is_disconnected(server):
     id = json.loads(server.get("/api/items?offset=12")[1])["items"][0]["id"]
     assert server.settles()
     with socket.socket() as connection:
@@ -233,7 +233,7 @@ def test_a_client_that_does_not_take_its_answer_is_let_go(server):
     assert content == picture(500, size=(2600, 2600), format="BMP")
 
 
-def test_clients_that_break_off_leave_nothing(server):
+def test_aborted_requests_leave_nothing(server):
     items = server.metric("idml_gallery_items")
     whole = search_request(picture(3))
     for n in range(60):
@@ -253,7 +253,7 @@ def test_clients_that_break_off_leave_nothing(server):
     assert server.get("/api/health")[0] == 200
 
 
-def test_an_endless_body_is_refused_and_then_cut(server):
+def test_an_endless_body_is_refused_and_disconnected(server):
     with server.connect() as connection:
         start = b'--b\r\nContent-Disposition: form-data; name="image"\r\n\r\n'
         connection.sendall(CHUNKED + b"%x\r\n%b\r\n" % (len(start), start))
@@ -264,7 +264,7 @@ def test_an_endless_body_is_refused_and_then_cut(server):
     assert server.settles()
 
 
-def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(server):
+def test_a_declared_length_above_the_limit_is_refused_early(server):
     with server.connect() as connection:
         connection.sendall(search_request(b"", length=10**12))
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")
@@ -277,7 +277,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(server):
             assert b"Traceback" not in data
 
 
-def test_a_length_that_lies(server):
+def test_a_wrong_content_length(server):
     with server.connect() as connection:  # shorter than the body: the rest is no request
         connection.sendall(search_request(picture(3), length=100))
         data = read_all(connection)
@@ -307,7 +307,7 @@ def test_a_length_that_lies(server):
         b"GET / HTTP/1.0\r\n\r\n",
     ],
 )
-def test_what_is_no_request(server, request_bytes):
+def test_bytes_that_are_not_a_request(server, request_bytes):
     with server.connect() as connection:
         with suppress(OSError):  # refused before it is through
             connection.sendall(request_bytes)
@@ -343,7 +343,7 @@ TRAVERSALS = [
 
 
 @pytest.mark.parametrize("path", TRAVERSALS)
-def test_no_address_leads_out(server, path):
+def test_no_path_leaves_the_folder(server, path):
     places = [
         ("/static/", ""),
         ("/api/items/", ""),
@@ -409,7 +409,7 @@ def test_the_benchmark_runs(server):
     assert len(load.errors) == 8  # errors are seen
 
 
-def test_a_signal_while_a_request_is_in_flight(tmp_path, tiny_run):
+def test_a_signal_during_a_request(tmp_path, tiny_run):
     place = tmp_path / "gallery"
     made_gallery(place, tiny_run).close()
     with live(place, slow=1.5) as server:
@@ -445,17 +445,17 @@ def test_a_port_that_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 10**9])
-def test_a_port_that_is_none(tmp_path, port):
+def test_invalid_ports(tmp_path, port):
     with pytest.raises(ValueError, match="a port is a number"):
         serve(tmp_path / "nothing", port=port)
 
 
-def test_a_gallery_that_is_not_there(tmp_path):
+def test_a_missing_gallery(tmp_path):
     with pytest.raises(FileNotFoundError, match="no gallery"):
         serve(tmp_path / "nothing", port=0)
 
 
-def test_beside_a_writer_it_only_reads(tmp_path, tiny_run):
+def test_read_only_beside_another_writer(tmp_path, tiny_run):
     notes = []
     place = tmp_path / "g"
     with made_gallery(place, tiny_run), running._open_gallery(place, None, "torch", notes.append) as second:
@@ -468,7 +468,7 @@ def test_beside_a_writer_it_only_reads(tmp_path, tiny_run):
     assert len(notes) == 1
 
 
-def test_limits_have_the_promised_defaults():
+def test_limits_have_the_documented_defaults():
     limits = Limits()
     assert limits.body == 20_000_000
     assert (limits.batch, limits.batch_seconds) == (16, 0.005)

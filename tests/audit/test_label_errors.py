@@ -92,7 +92,7 @@ def by_hand(name, s, labels):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_are_those_of_a_loop(name):
+def test_scores_equal_a_loop(name):
     embeddings, _, given = planted()
     found = score_labels(embeddings, given, score=name)
     score, suggested = by_hand(name, embeddings.semantic, given)
@@ -103,7 +103,7 @@ def test_scores_are_those_of_a_loop(name):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_looking_at_few_images_at_a_time_changes_nothing(name, monkeypatch):
+def test_block_size_does_not_change_scores(name, monkeypatch):
     embeddings, _, given = planted()
     whole = score_labels(embeddings, given, score=name)
     monkeypatch.setattr(audit, "_CELLS", 20)
@@ -150,7 +150,7 @@ def test_an_image_alone_in_its_class_is_not_judged_and_never_first(name):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_images_that_are_all_the_same_are_no_trouble(name):
+def test_identical_images_can_be_scored(name):
     found = score_labels(Embeddings.certain(torch.ones(8, 3)), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), score=name)
     assert not bool(found.score.isnan().any())
 
@@ -170,7 +170,7 @@ def test_bad_input_is_one_line():
 # ---- ambiguous
 
 
-def test_ambiguity_is_that_of_a_loop():
+def test_ambiguity_equals_a_loop():
     s, labels = blobs(spread=1.0)
     unit = Embeddings.certain(s).unit
     p = shares(unit, labels, 10, weighted=True)
@@ -248,7 +248,7 @@ def test_the_same_pixels_a_compressed_copy_and_a_crop_are_found():
     assert [g.rows for g in without] == [(3, 30, 33), (5, 31)]
 
 
-def test_near_images_that_look_different_and_alike_ones_that_are_far_are_none():
+def test_near_but_different_and_similar_but_far_images_are_no_duplicates():
     images = [photograph(seed) for seed in range(20)]
     s = torch.randn(20, 8)
     s[1] = s[0] + 1e-4
@@ -258,7 +258,7 @@ def test_near_images_that_look_different_and_alike_ones_that_are_far_are_none():
     assert groups(images, s, near=0.5) == []
 
 
-def test_where_a_class_lies_close_together_its_images_are_no_duplicates():
+def test_images_of_a_dense_class_are_no_duplicates():
     """Only a hundredth of the nearest pairs may go by the weaker rule, whatever the model makes of crops."""
     base = photograph(0)
     images = [(base * 0.7 + photograph(seed) * 0.3).astype(np.uint8) for seed in range(1, 41)]

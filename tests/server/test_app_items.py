@@ -49,7 +49,7 @@ def test_one_item(client, gallery):
     assert content == {"id": id, "path": f"uploads/{id}.png", "label": "grey", "level": level}
 
 
-def test_pictures(client, gallery):
+def test_thumbnails_and_images(client, gallery):
     id = identity(picture(7))
     image = client.get(f"/api/items/{id}/image")
     assert image.content == picture(7)
@@ -118,7 +118,7 @@ def test_add_label_and_remove(client, gallery):
     assert identity(new) not in [x["id"] for x in search(client, new).json()["results"]]
 
 
-def test_changes_are_on_the_disk(client, gallery, tmp_path):
+def test_changes_are_durable(client, gallery, tmp_path):
     client.post("/api/items", files={"image": picture(100)}, data={"label": "new"})
     client.delete(f"/api/items/{identity(picture(0))}")
     with Gallery.open(tmp_path / "gallery") as reader:

@@ -26,7 +26,7 @@ WRITING = [("POST", "/api/items"), ("PATCH", f"/api/items/{ID}"), ("DELETE", f"/
 
 
 @pytest.mark.parametrize("keys", [(None, None), (FULL, None), (FULL, READ), (None, READ)])
-def test_who_may_do_what(gallery, keys):
+def test_roles_of_all_routes(gallery, keys):
     """Every kind of request with every key at every kind of service: let in (whatever it is told then), 401 or 403."""
     api, read = keys
     with client_of(gallery, keys=Keys(*keys), limits=Limits(rate=1e6, burst=1000)) as client:
@@ -45,7 +45,7 @@ def test_who_may_do_what(gallery, keys):
         assert len(gallery) == 12
 
 
-def test_a_key_in_the_address_is_not_taken(gallery):
+def test_a_key_in_the_address_is_ignored(gallery):
     with client_of(gallery, keys=Keys(FULL)) as client:
         assert client.get(f"/api/gallery?key={FULL}&x-api-key={FULL}").status_code == 401
         assert client.get("/api/gallery", headers={"authorization": f"Basic {FULL}"}).status_code == 401
@@ -67,7 +67,7 @@ def test_a_body_without_key_is_not_read(gallery):
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:9", "[::1]:8000", "[::1]", "LOCALHOST:1"])
-def test_local_names(shared, host):
+def test_local_host_names_are_accepted(shared, host):
     assert shared.get("/api/health", headers={"host": host}).status_code == 200
 
 
@@ -75,14 +75,14 @@ def test_local_names(shared, host):
     "host",
     ["example.org", "example.org:8000", "localhost.example.org", "127.0.0.1.nip.io:8000", "", "::1", "[::1", "a:b"],
 )
-def test_rebound_names_are_refused(shared, host):
+def test_other_host_names_are_refused(shared, host):
     for path in ("/", "/api/health", "/api/items", "/static/app.js"):
         response = shared.get(path, headers={"host": host})
         assert response.status_code == 403
         assert "localhost" in said(response)
 
 
-def test_with_a_key_and_open_to_the_network_every_name_will_do(gallery):
+def test_with_a_key_every_host_name_is_accepted(gallery):
     with client_of(gallery, keys=Keys(FULL), hosts=None) as client:
         headers = {"host": "example.org", "x-api-key": FULL}
         assert client.get("/api/gallery", headers=headers).status_code == 200
@@ -92,7 +92,7 @@ def test_with_a_key_and_open_to_the_network_every_name_will_do(gallery):
     "origin",
     ["http://example.org", "null", "http://localhost", "http://localhost:8001", "http://[", "localhost:8000", ""],
 )
-def test_pages_of_other_sites_change_nothing(shared, origin):
+def test_pages_of_other_sites_cannot_change_anything(shared, origin):
     headers = {"origin": origin}
     for response in (
         shared.post("/api/items", files={"image": picture(99)}, headers=headers),
@@ -107,17 +107,17 @@ def test_pages_of_other_sites_change_nothing(shared, origin):
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:8000", "https://LOCALHOST:8000"])
-def test_its_own_page_may(shared, origin):
+def test_its_own_page_may_change_items(shared, origin):
     assert shared.delete(f"/api/items/{ID}", headers={"origin": origin}).status_code == 404
 
 
-def test_a_key_is_as_good_as_an_origin(gallery):
+def test_with_a_key_the_origin_does_not_matter(gallery):
     with client_of(gallery, keys=Keys(FULL)) as client:
         headers = {"origin": "http://example.org", "x-api-key": FULL}
         assert client.delete(f"/api/items/{ID}", headers=headers).status_code == 404
 
 
-def test_rates(gallery):
+def test_rate_limit(gallery):
     with client_of(gallery, limits=Limits(rate=0.2, burst=10)) as client:
         assert [client.get("/api/health").status_code for _ in range(10)] == [200] * 10
         responses = [client.get("/api/health") for _ in range(5)]
@@ -126,26 +126,26 @@ def test_rates(gallery):
         assert "too many requests" in said(responses[-1])
 
 
-def test_guessing_keys_is_slow(gallery):
+def test_guessing_keys_is_rate_limited(gallery):
     with client_of(gallery, keys=Keys(FULL), limits=Limits(rate=0.01, burst=5)) as client:
         statuses = [client.get("/api/gallery", headers={"x-api-key": f"guess-{n}"}).status_code for n in range(20)]
         assert statuses == [401] * 5 + [429] * 15
 
 
-def test_a_forwarded_address_is_not_believed(gallery):
+def test_a_forwarded_address_is_ignored(gallery):
     with client_of(gallery, limits=Limits(rate=0.01, burst=3)) as client:
         statuses = [client.get("/", headers={"x-forwarded-for": f"10.0.0.{n}"}).status_code for n in range(6)]
         assert statuses == [200] * 3 + [429] * 3
 
 
-def test_a_body_that_says_it_is_too_large(gallery):
+def test_a_declared_length_above_the_limit(gallery):
     with client_of(gallery, limits=Limits(body=10_000)) as client:
         response = search(client, b"x" * 20_000)
         assert response.status_code == 413
         assert said(response) == "the request is larger than 0.01 MB"
 
 
-def test_a_body_that_does_not_say_how_large_it_is(gallery):
+def test_a_body_without_a_declared_length(gallery):
     def body():
         yield b'--b\r\nContent-Disposition: form-data; name="image"\r\n\r\n'
         for _ in range(20):
@@ -182,7 +182,7 @@ def test_too_many_uploads_at_once(gallery):
 
 
 @pytest.mark.parametrize("call", ["search", "thumbnail", "image_file", "get", "add", "relabel", "remove", "status"])
-def test_unforeseen_errors_tell_nothing(gallery, monkeypatch, caplog, call):
+def test_unexpected_errors_reveal_nothing(gallery, monkeypatch, caplog, call):
     id = next(iter(gallery.items())).id
 
     def fail(*args, **options):
@@ -243,13 +243,13 @@ def test_a_file_that_shrinks_while_it_is_sent(gallery, monkeypatch):
         ("TRACE", "/", 405),
     ],
 )
-def test_what_is_not_there(shared, method, path, status):
+def test_unknown_addresses_and_methods(shared, method, path, status):
     response = shared.request(method, path)
     assert response.status_code == status
     assert said(response)
 
 
-def test_every_answer_carries_the_headers(shared):
+def test_every_response_has_the_security_headers(shared):
     id = shared.get("/api/items").json()["items"][0]["id"]
     paths = ["/", "/static/app.js", "/api/items", f"/api/items/{id}/image", f"/api/items/{id}/thumbnail", "/metrics"]
     for path in [*paths, "/nothing", "/api/items?limit=0", "/openapi.json"]:

@@ -47,7 +47,7 @@ def test_uploads(gallery, tmp_path):
     ("kind", "extension"),
     [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("GIF", "gif"), ("BMP", "bmp"), ("TIFF", "tif")],
 )
-def test_the_content_names_the_file(gallery, kind, extension):
+def test_the_file_extension_comes_from_the_content(gallery, kind, extension):
     upload = Upload(encoded(picture(1), kind), name="photo.php")
     gallery.add([upload])
     assert gallery.get(upload.id).path == f"uploads/{upload.id}.{extension}"
@@ -55,7 +55,7 @@ def test_the_content_names_the_file(gallery, kind, extension):
     assert gallery.image_file(upload.id) is None
 
 
-def test_several_photographs_in_one_jpeg(gallery):
+def test_a_jpeg_with_several_images(gallery):
     out = io.BytesIO()
     picture(1).save(out, "MPO", save_all=True, append_images=[picture(2)])
     upload = Upload(out.getvalue())
@@ -75,7 +75,7 @@ def test_a_broken_upload_changes_nothing(gallery, tmp_path, data):
     assert len(gallery) == 0
 
 
-def test_bytes_are_on_disk_before_their_item(gallery, tmp_path, monkeypatch):
+def test_bytes_are_stored_before_the_item(gallery, tmp_path, monkeypatch):
     upload, add = Upload(encoded(picture(1))), gallery.engine.add
     place = tmp_path / "g" / "uploads" / f"{upload.id}.png"
 
@@ -100,7 +100,7 @@ def test_removing_again_after_a_kill(gallery, tmp_path, monkeypatch):
         gallery.remove(upload.id)
 
 
-def test_thumbnails_are_small_and_bare(gallery):
+def test_thumbnails_are_small_and_without_metadata(gallery):
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "secret place"  # turned by a quarter
     wide = picture(1, size=(600, 200))
@@ -119,7 +119,7 @@ def test_thumbnails_are_small_and_bare(gallery):
     assert Image.open(io.BytesIO(gallery.thumbnail(tiny.id))).size == (2, 3)
 
 
-def test_adding_again_mends_a_damaged_item(gallery, tmp_path):
+def test_adding_again_repairs_a_damaged_item(gallery, tmp_path):
     uploads = [Upload(encoded(picture(n)), f"c{n}") for n in range(3)]
     gallery.add(uploads)
     expected = gallery.engine.embeddings()

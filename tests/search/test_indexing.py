@@ -59,7 +59,7 @@ class Embedding:
         patch.setattr(embedder, "embed", counted)
 
 
-def test_a_folder_as_items(gallery, photos):
+def test_index_a_folder(gallery, photos):
     progress = []
     done = index_folder(gallery, photos, progress=lambda *row: progress.append(row))
     assert done == Indexed(new=8, replaced=0, unchanged=0, removed=0, broken=0)
@@ -87,7 +87,7 @@ def test_a_folder_as_items(gallery, photos):
     assert "1 of 8 images have no label" in reply.notes[0]
 
 
-def test_only_what_changed_is_embedded_again(gallery, photos, monkeypatch):
+def test_only_changed_files_are_embedded_again(gallery, photos, monkeypatch):
     index_folder(gallery, photos)
     before = {item.path: item for item in gallery.items()}
     seen = Embedding(gallery.embedder, monkeypatch)
@@ -108,7 +108,7 @@ def test_only_what_changed_is_embedded_again(gallery, photos, monkeypatch):
     assert set(before) - set(after) == {"photos/cats/0.PNG", "photos/cats/1.PNG"}
 
 
-def test_folders_of_one_name_and_uploads_stay_apart(gallery, photos, tmp_path):
+def test_folders_with_equal_names_and_uploads_stay_separate(gallery, photos, tmp_path):
     shutil.copytree(photos, tmp_path / "elsewhere" / "photos")
     shutil.copytree(photos / "cats", tmp_path / "uploads")
     gallery.add([Upload(encoded(picture(7)), "mine")])
@@ -128,7 +128,7 @@ def test_folders_of_one_name_and_uploads_stay_apart(gallery, photos, tmp_path):
     assert sum(gallery.image_file(item.id) is None for item in gallery.items()) == 7
 
 
-def test_strange_names(gallery, tmp_path):
+def test_unusual_file_names(gallery, tmp_path):
     root = os.fsencode(tmp_path / "caf\u00e9")
     names = [b"<script>alert(1)<.png", b"new\nline.png", b"caf\xe9.png", b"\xff\xfe/x.png", b"=cmd|x/'.png", b" /a.png"]
     for n, name in enumerate(names):
@@ -148,7 +148,7 @@ def test_strange_names(gallery, tmp_path):
         assert {os.fsencode(item.path): item.label for item in reader.items()} == labels
 
 
-def test_what_is_no_image_is_named_and_left_out(gallery, photos, monkeypatch):
+def test_files_that_are_not_images_are_named_and_skipped(gallery, photos, monkeypatch):
     (photos / "cats" / "broken.jpg").write_bytes(b"no image")
     (photos / "cats" / "empty.png").write_bytes(b"")
     (photos / "cut\n<b>.png").write_bytes(encoded(picture(1))[:-30])
@@ -216,7 +216,7 @@ def closed(monkeypatch):
     return names
 
 
-def test_what_cannot_be_read_stays_as_it_was(gallery, photos, closed):
+def test_items_of_unreadable_files_stay(gallery, photos, closed):
     index_folder(gallery, photos)
     closed |= {"cats", "top.png"}
     lines = []
@@ -232,7 +232,7 @@ def test_what_cannot_be_read_stays_as_it_was(gallery, photos, closed):
     assert len(gallery) == 8
 
 
-def test_a_folder_that_vanished(gallery, photos, tmp_path, monkeypatch):
+def test_a_folder_that_no_longer_exists(gallery, photos, tmp_path, monkeypatch):
     """An unmounted disk must not empty the gallery."""
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nothing was changed"):
         index_folder(gallery, tmp_path / "nothing")
@@ -260,7 +260,7 @@ def test_a_folder_that_vanished(gallery, photos, tmp_path, monkeypatch):
     assert len(gallery) == 8
 
 
-def test_files_that_vanish_meanwhile(gallery, photos, monkeypatch):
+def test_files_deleted_during_indexing(gallery, photos, monkeypatch):
     index_folder(gallery, photos)
     real = idml.search.indexing._Indexer.add_files
 
@@ -284,7 +284,7 @@ def test_an_empty_folder(gallery, tmp_path):
     assert astuple(index_folder(gallery, tmp_path / "empty")) == (0, 0, 0, 0, 0)
 
 
-def test_indexing_again_mends_damage(gallery, photos, tmp_path):
+def test_indexing_again_repairs_damage(gallery, photos, tmp_path):
     index_folder(gallery, photos)
     expected = state(gallery.engine)
     gallery.close()
@@ -296,7 +296,7 @@ def test_indexing_again_mends_damage(gallery, photos, tmp_path):
         assert {row[0] for row in state(opened.engine)} == {row[0] for row in expected}
 
 
-def test_large_images_do_not_add_up(gallery, tmp_path, monkeypatch):
+def test_large_images_are_not_in_memory_together(gallery, tmp_path, monkeypatch):
     """Images are embedded as soon as many pixels wait, and still acknowledged 64 at a time."""
     for n in range(70):
         write_picture(tmp_path / "many" / f"{n:02}.png", n % 5, n)
@@ -356,7 +356,7 @@ def test_killed_at_random_moments(run, tmp_path):
     assert partly
 
 
-def test_milvus_tells_folders_apart_by_their_whole_path(gallery, photos, tmp_path):
+def test_milvus_separates_folders_by_their_full_path(gallery, photos, tmp_path):
     gallery.roots = None  # as it is in Milvus
     shutil.copytree(photos, tmp_path / "elsewhere" / "photos")
     assert index_folder(gallery, photos).new == 8

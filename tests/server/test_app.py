@@ -21,7 +21,7 @@ def test_health(shared):
     assert shared.get("/api/health").json() == {"status": "ok", "items": 12}
 
 
-def test_about(client, gallery):
+def test_gallery_info(client, gallery):
     content = client.get("/api/gallery").json()
     assert content == {
         "items": 12,
@@ -58,7 +58,7 @@ def test_map(client, monkeypatch):
     assert len(made) == 2
 
 
-def test_a_map_that_failed_is_tried_again(client, monkeypatch):
+def test_a_failed_map_is_computed_again(client, monkeypatch):
     monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: 1 / 0)
     assert client.get("/api/map").status_code == 500
     monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: [])
@@ -92,7 +92,7 @@ def test_metrics(client):
     assert "process_resident_memory_bytes" in text
 
 
-def test_what_clients_invent_does_not_make_the_metrics_grow(client):
+def test_unknown_methods_and_paths_do_not_grow_the_metrics(client):
     for n in range(20):
         client.request(f"BREW{n}", f"/somewhere/{n}")
         client.get(f"/api/items/{n}")
@@ -134,12 +134,12 @@ def test_openapi(shared):
     assert "HTTPValidationError" not in text  # errors have one shape
 
 
-def test_there_is_no_page_that_loads_from_other_hosts(shared):
+def test_no_page_loads_from_other_hosts(shared):
     for path in ("/docs", "/redoc"):
         assert shared.get(path).status_code == 404
 
 
-def test_names_that_are_no_utf8(client, gallery, monkeypatch):
+def test_names_that_are_not_utf8(client, gallery, monkeypatch):
     real = gallery.get
     monkeypatch.setattr(gallery, "get", lambda id: replace(real(id), path="d/caf\udce9.png", label="\udcff<script>"))
     content = client.get(f"/api/items/{identity(picture(0))}").json()
@@ -172,7 +172,7 @@ def test_read_only_beside_a_writer(gallery, tmp_path, monkeypatch):
         assert search(reader, picture(14)).json()["results"][0]["id"] == identity(picture(14))
 
 
-def test_whoever_may_only_read_is_told_so(gallery):
+def test_readers_see_that_they_cannot_write(gallery):
     with client_of(gallery, keys=Keys("full", "read")) as client:
         for key, may in [("full", True), ("read", False)]:
             assert client.get("/api/gallery", headers={"x-api-key": key}).json()["writable"] is may
@@ -231,7 +231,7 @@ def test_a_full_disk(client, gallery, tmp_path, caplog):
     assert client.get(f"/api/items/{identity(picture(100))}/image").content == picture(100)
 
 
-def test_after_the_end_nothing_is_taken_on(gallery):
+def test_a_closed_service_refuses_requests(gallery):
     client = client_of(gallery)
     with client:
         assert search(client, picture(0)).status_code == 200
