@@ -128,7 +128,7 @@ def test_fitted_to_the_mean_weight(form):
     own = getattr(fitted, form)(e).diagonal()
     assert torch.equal(own, torch.full_like(own, 0.0 if form == "distances" else 1.0))
     for rule in ("off", "dissimilar", "strict", "release"):
-        with pytest.raises(ValueError, match="fit divides what rule 'similar' softens"):
+        with pytest.raises(ValueError, match="fit goes with rule 'similar' only"):
             IntrospectiveMetric(rule=rule, fit=True)
     assert repr(fitted).endswith(", fit=True)")
 

@@ -13,10 +13,10 @@ For two images, or an image and a proxy, with semantic embeddings s and uncertai
     off           D = α                         C' = C                         the baselines
     release       –                             C' as similar, see `_release`  the authors' released code
 
-With ``fit`` the rule `similar` divides by the mean weight w̄ of the batch, a constant to the gradient: D = α·e^(−x)/w̄,
-1 − C' likewise, so that thresholds made for α and C fit. It is for training only.
+With ``fit`` the rule `similar` divides by the mean weight w̄ of the batch (a constant for the gradient): D = α·e^(−x)/w̄,
+and 1 − C' likewise, so that thresholds chosen for α and C fit. It is for training only.
 
-Everything comes from matrix products, ‖u₁ + u₂‖² = ‖u₁‖² + ‖u₂‖² + 2u₁·u₂: no [n, m, d] tensor exists.
+Everything is computed by matrix products, ‖u₁ + u₂‖² = ‖u₁‖² + ‖u₂‖² + 2u₁·u₂: no [n, m, d] tensor exists.
 An image compared with itself has D = 0 and C' = 1, and passes no gradient.
 """
 
@@ -73,23 +73,23 @@ class IntrospectiveMetric:
                 raise ValueError("rule 'release' fixes tau = 5 and gamma = 4, as the released code does")
             object.__setattr__(self, "gamma", _RELEASE_GAMMA)
         if self.fit and self.rule != "similar":
-            raise ValueError(f"fit divides what rule 'similar' softens: rule {self.rule!r} has nothing to divide")
+            raise ValueError(f"fit goes with rule 'similar' only, got rule {self.rule!r}")
 
     def __repr__(self) -> str:
         fit = ", fit=True" if self.fit else ""  # results are stored under this text
         return f"IntrospectiveMetric(tau={self.tau!r}, gamma={self.gamma!r}, rule={self.rule!r}{fit})"
 
     def distances(self, embeddings: Embeddings | Tensor, other: Embeddings | Tensor | None = None) -> Tensor:
-        """D of every pair [n, m]; without ``other``, of the batch against itself [n, n]."""
+        """Return D of every pair [n, m]; without ``other``, of the batch against itself [n, n]."""
         return self._pairs("distance", embeddings, other)
 
     def cosines(self, embeddings: Embeddings | Tensor, other: Embeddings | Tensor | None = None) -> Tensor:
-        """C' of every pair [n, m]; without ``other``, of the batch against itself [n, n]."""
+        """Return C' of every pair [n, m]; without ``other``, of the batch against itself [n, n]."""
         return self._pairs("cosine", embeddings, other)
 
     @torch.no_grad()
     def weights(self, embeddings: Embeddings, other: Embeddings | None = None) -> Tensor:
-        """The factor e^(−x) by which each pair's discrepancy is softened [n, m]; 1 means the plain metric."""
+        """Return the factor e^(−x) by which each pair's discrepancy is softened [n, m]; 1 means the plain metric."""
         _check(embeddings, other)
         alpha = alphas(embeddings, other)
         if self.rule == "off":
@@ -137,7 +137,7 @@ class IntrospectiveMetric:
 
 
 def plain_cosines(e: Embeddings, other: Embeddings | None = None) -> Tensor:
-    """C = ŝ₁·ŝ₂ for every pair [n, m]; 1 and without gradient for an image and itself."""
+    """Return C = ŝ₁·ŝ₂ for every pair [n, m]; 1 and without gradient for an image and itself."""
     a, inverse_a, _ = e.direction
     if other is None:
         cos: Tensor = SelfCosines.apply(a, inverse_a)
@@ -148,13 +148,13 @@ def plain_cosines(e: Embeddings, other: Embeddings | None = None) -> Tensor:
 
 
 def alphas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
-    """α = ‖ŝ₁ − ŝ₂‖ for every pair [n, m]."""
+    """Return α = ‖ŝ₁ − ŝ₂‖ for every pair [n, m]."""
     alpha: Tensor = Alpha.apply(plain_cosines(e, other), _squares(e, other))
     return alpha
 
 
 def betas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
-    """β = ‖u₁ + u₂‖ of every pair: [n, m], or [n, 1] where u₂ = 0 has no dimensions."""
+    """Return β = ‖u₁ + u₂‖ of every pair: [n, m], or [n, 1] if u₂ = 0 has no dimensions."""
     if other is not None and other.uncertainty.shape[1] == 0:
         return e.level.unsqueeze(1)
     if e.uncertainty.shape[1] == 0:
@@ -165,7 +165,7 @@ def betas(e: Embeddings, other: Embeddings | None = None) -> Tensor:
 
 
 def _mean(pairs: Tensor, *, alone: bool) -> Tensor:
-    """The mean over pairs; of a batch against itself, over those of different images."""
+    """Return the mean over pairs; for a batch against itself, over the pairs of different images."""
     total, count = pairs.sum(), pairs.numel()
     if alone and len(pairs) > 1:
         total, count = total - pairs.diagonal().sum(), count - len(pairs)
@@ -173,7 +173,7 @@ def _mean(pairs: Tensor, *, alone: bool) -> Tensor:
 
 
 def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, form: Form) -> Tensor:
-    """Rule `similar`: D = α·e^(−x) or C' = 1 − (1 − C)·e^(−x), x = (β + γ)/(τα)."""
+    """Apply rule `similar`: D = α·e^(−x) or C' = 1 − (1 − C)·e^(−x), x = (β + γ)/(τα)."""
     out: Tensor = Soften.apply(
         plain_cosines(e, other), betas(e, other), _squares(e, other), tau, gamma, form == "distance"
     )
@@ -181,13 +181,13 @@ def soften(e: Embeddings, other: Embeddings | None, tau: float, gamma: float, fo
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors in the wider of their types."""
+    """Convert two tensors to the wider of their types."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 
 
 def _scaled(e: Embeddings, other: Embeddings | None) -> tuple[Tensor, Tensor, float]:
-    """u₁ and u₂ divided by a number that keeps their squares inside float32 (1, but for huge and tiny ones)."""
+    """Divide u₁ and u₂ by a number that keeps their squares inside float32 (1, except for huge and tiny values)."""
     u = full_precision(e.uncertainty)
     v = u if other is None else full_precision(other.uncertainty)
     largest = max(float(x.detach().abs().max()) for x in ((u,) if other is None else (u, v)))
@@ -201,7 +201,7 @@ def _scaled(e: Embeddings, other: Embeddings | None) -> tuple[Tensor, Tensor, fl
 
 
 def _squares(e: Embeddings, other: Embeddings | None) -> Tensor | float:
-    """‖ŝ₁‖² + ‖ŝ₂‖²: 2, less 1 for each vector that has no direction."""
+    """Return ‖ŝ₁‖² + ‖ŝ₂‖²: 2, minus 1 for each vector that has no direction."""
     right = e if other is None else other
     if e.direction.pointless is None and right.direction.pointless is None:
         return 2.0
@@ -211,7 +211,7 @@ def _squares(e: Embeddings, other: Embeddings | None) -> Tensor | float:
 
 
 def _release(e: Embeddings, other: Embeddings | None) -> Tensor:
-    """What the authors released: û normalised, squared norms, γ = 4, proxies p as they are.
+    """Compute what the authors released: û normalised, squared norms, γ = 4, proxies p not normalised.
 
     C' = 1 − (1 − C)·exp(−(‖û₁ + û₂‖² + 4) / (5·‖ŝ − p‖²)). With û₂ = 0 the exponent is 1/‖ŝ − p‖² and u
     gets no gradient: it cannot learn. Kept for comparison only.

@@ -1,8 +1,8 @@
 """The matrix products of the metric, with their gradients written out.
 
-Each class is one step over all pairs [n, m]. Written out, a gradient keeps one or two matrices instead of ten, and
-stays finite where the formula divides by zero: identical images, cancelling uncertainties. Every one is held
-against finite differences (tests/test_metric.py).
+Each class is one step over all pairs [n, m]. A gradient that is written out stores one or two matrices instead of ten,
+and stays finite where the formula divides by zero: identical images, cancelling uncertainties. Tests compare every
+gradient with finite differences (tests/test_metric.py).
 """
 
 from typing import Any
