@@ -15,10 +15,10 @@ from idml.reproduction.claims import (
     NOT_CONFIRMED,
     ErrorsRanked,
     Estimate,
-    Found,
     Gain,
     LevelFalls,
     MixedAbove,
+    TableRuns,
     Verdict,
     count_verdicts,
     estimate,
@@ -32,7 +32,7 @@ from idml.reproduction.figures import plot_table
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import LOSSES, Arm
 from idml.reproduction.render import colour_verdicts
-from idml.reproduction.runner import Course
+from idml.reproduction.runner import ArmProgress
 
 
 def test_the_papers_numbers():
@@ -135,10 +135,12 @@ def runs(*shares, classes=40, **more):
 
 
 def found(raw=0.1, data="cub", refused="", **arms):
-    courses = {}
+    progress = {}
     for name, own in arms.items():
-        courses["proxy_anchor", name] = Course(Arm("proxy_anchor", name, {}), 1e-3, own, (), refused if not own else "")
-    return Found(data, courses, None if raw is None else runs(raw)[0])
+        progress["proxy_anchor", name] = ArmProgress(
+            Arm("proxy_anchor", name, {}), 1e-3, own, (), refused if not own else ""
+        )
+    return TableRuns(data, progress, None if raw is None else runs(raw)[0])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def found(raw=0.1, data="cub", refused="", **arms):
     ],
 )
 def test_a_gain(idml, plain, raw, weight, word):
-    verdict = Gain("", IDML).judge(found(raw, idml=runs(*idml, weight=weight), plain=runs(*plain)))
+    verdict = Gain("", IDML).decide(found(raw, idml=runs(*idml, weight=weight), plain=runs(*plain)))
     assert verdict.word == word
     if len(idml) > 1:
         assert "in the paper +1.7" in verdict.reason
@@ -162,27 +164,27 @@ def test_a_gain(idml, plain, raw, weight, word):
 
 def test_a_gain_over_a_named_rival_and_the_claim_of_none():
     same = found(idml=runs(0.5, 0.51), mixup=runs(0.5, 0.51))
-    assert Gain("", IDML, ("proxy_anchor", "mixup")).judge(same).word == NOT_CONFIRMED
-    assert Gain("", IDML, ("proxy_anchor", "mixup"), wanted=False).judge(same).word == CONFIRMED
+    assert Gain("", IDML, ("proxy_anchor", "mixup")).decide(same).word == NOT_CONFIRMED
+    assert Gain("", IDML, ("proxy_anchor", "mixup"), wanted=False).decide(same).word == CONFIRMED
     above = found(idml=runs(0.6, 0.61, weight=0.5), mixup=runs(0.5, 0.51))
-    assert Gain("", IDML, ("proxy_anchor", "mixup"), wanted=False).judge(above).word == NOT_CONFIRMED
-    assert Gain("", IDML, ("proxy_anchor", "mixup")).judge(above).word == CONFIRMED
-    assert "over mixup" in Gain("", IDML, ("proxy_anchor", "mixup")).judge(above).reason
+    assert Gain("", IDML, ("proxy_anchor", "mixup"), wanted=False).decide(above).word == NOT_CONFIRMED
+    assert Gain("", IDML, ("proxy_anchor", "mixup")).decide(above).word == CONFIRMED
+    assert "over mixup" in Gain("", IDML, ("proxy_anchor", "mixup")).decide(above).reason
 
 
 def test_what_is_missing_is_said_to_be():
     for claim in (Gain("", IDML), MixedAbove("", IDML), LevelFalls("", IDML), ErrorsRanked("", IDML)):
-        assert claim.judge(found(idml={}, plain=runs(0.5))).word == MISSING
-    verdict = Gain("", IDML).judge(found(idml={}, plain=runs(0.5), refused="unknown method"))
+        assert claim.decide(found(idml={}, plain=runs(0.5))).word == MISSING
+    verdict = Gain("", IDML).decide(found(idml={}, plain=runs(0.5), refused="unknown method"))
     assert verdict.reason == "idml: unknown method"
-    assert Gain("", IDML).judge(found(None, idml=runs(0.5, 0.6), plain=runs(0.5, 0.6))).word == MISSING
-    assert Gain("", IDML).judge(found(idml=runs(0.5, 0.6), plain={})).word == MISSING
+    assert Gain("", IDML).decide(found(None, idml=runs(0.5, 0.6), plain=runs(0.5, 0.6))).word == MISSING
+    assert Gain("", IDML).decide(found(idml=runs(0.5, 0.6), plain={})).word == MISSING
 
 
 def test_what_u_tells():
     def judged(claim, **figures):
         own = {s: {key: values[s] for key, values in figures.items()} for s in range(3)}
-        return claim.judge(found(idml=own)).word
+        return claim.decide(found(idml=own)).word
 
     assert judged(MixedAbove("", IDML), auroc_mixed=(0.7, 0.72, 0.71)) == CONFIRMED
     assert judged(MixedAbove("", IDML), auroc_mixed=(0.3, 0.9, 0.6)) == CANNOT_TELL
@@ -201,7 +203,7 @@ def test_what_u_tells():
 @pytest.mark.parametrize(("data", "diamonds"), [("cub", 1), ("glyphs", 0)])
 def test_the_drawing_of_gains_has_the_papers_beside_ours(data, diamonds):
     seen = found(data=data, idml=runs(0.55, 0.56), plain=runs(0.50, 0.51))
-    figure = plot_table("table1", Table("", tuple(at.arm for at in seen.courses.values())), seen)
+    figure = plot_table("table1", Table("", tuple(at.arm for at in seen.progress.values())), seen)
     (axes,) = figure.axes
     marked = [line for line in axes.lines if line.get_marker() == "D"]
     assert len(marked) == diamonds

@@ -8,7 +8,7 @@ import pytest
 from idml.reproduction.claims import SAME_AS_PLAIN, paper_figure
 from idml.reproduction.paper_tables import FOUND, MARGINS, RETIRED, TABLES
 from idml.reproduction.regimes import Arms, regime_for
-from idml.reproduction.runner import Store, course_of
+from idml.reproduction.runner import Store, read_progress
 
 
 def table(what, data="cub:x", **regime):
@@ -27,7 +27,7 @@ def test_every_table_has_its_plain_rows_and_claims_about_its_rows(what, data, tm
         assert claim.arm in keys
         assert getattr(claim, "over", None) is None or claim.over in keys
     store = Store(tmp_path, data, regime_for(data))
-    refused = {arm.key: course_of(store, arm, 2).refused for arm in made.arms if not arm.retired}
+    refused = {arm.key: read_progress(store, arm, 2).refused for arm in made.arms if not arm.retired}
     assert set(refused.values()) <= {""}
     if what in RETIRED:
         assert any(arm.retired for arm in made.arms)
@@ -64,7 +64,7 @@ def test_the_settings_found_have_the_best_held_out_score():
     for loss, name in FOUND.items():
         scores = {}
         for arm in (arm for arm in made.arms if arm.loss == loss and arm.name not in usual):
-            runs = course_of(store, arm, regime.seeds).runs
+            runs = read_progress(store, arm, regime.seeds).runs
             assert len(runs) == regime.seeds, arm
             if sum(run["weight"] for run in runs.values()) / len(runs) <= SAME_AS_PLAIN:
                 scores[arm.name] = sum(run["selected_score"] for run in runs.values())

@@ -20,10 +20,10 @@ from idml.reproduction.runner import (
     Cell,
     Measures,
     Store,
-    course_of,
     load_official_dataset,
     missing_cells,
     open_store,
+    read_progress,
     run_missing,
     source_commit,
 )
@@ -242,27 +242,27 @@ def test_tuning_comes_first_then_the_other_seeds_at_the_best_rate(tmp_path, smal
     scores = {}
     store.read = lambda cell: scores.get(cell.name)
     scores["contrastive-plain-lr=0.001-seed=0"] = {"selected_score": 0.3}
-    assert course_of(store, arm, 3).left == 3
+    assert read_progress(store, arm, 3).left == 3
     scores["contrastive-plain-lr=0.01-seed=0"] = {"selected_score": 0.4}
-    at = course_of(store, arm, 3)
+    at = read_progress(store, arm, 3)
     assert at.rate == 1e-2
     assert [cell.name for cell in at.missing] == [f"contrastive-plain-lr=0.01-seed={s}" for s in (1, 2)]
     scores["contrastive-plain-lr=0.01-seed=0"] = {"failed": "step 1: the loss is nan"}
-    assert course_of(store, arm, 3).rate == 1e-3
+    assert read_progress(store, arm, 3).rate == 1e-3
     scores["contrastive-plain-lr=0.001-seed=0"] = {"failed": "step 1: the loss is nan"}
-    assert course_of(store, arm, 3).refused == "training failed at every learning rate"
+    assert read_progress(store, arm, 3).refused == "training failed at every learning rate"
 
 
 def test_a_retired_arm_is_read_and_never_made(tmp_path, small):
     store = Store(tmp_path, "folder:x", small)
     arm = Arm("contrastive", "constant", {"method": "constant", "gamma": 4.0})
     assert arm.retired
-    at = course_of(store, arm, 2)
+    at = read_progress(store, arm, 2)
     assert at.missing == ()
     assert at.refused.startswith("retired")
     scores = {f"contrastive-constant-gamma=4-lr={rate}-seed=0": {"selected_score": 0.3} for rate in ("0.001", "0.01")}
     store.read = lambda cell: scores.get(cell.name)
-    at = course_of(store, arm, 2)
+    at = read_progress(store, arm, 2)
     assert at.runs == {0: {"selected_score": 0.3}}
     assert at.missing == ()  # seed 1 is not stored, and nothing can make it
 

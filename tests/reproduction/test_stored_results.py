@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from idml.files import lock_file
 from idml.reproduction.stored_results import StoredRows, collect_cells, write_rows
 
 
@@ -59,7 +60,13 @@ def test_cells_are_merged_once_and_a_newer_cell_replaces_a_row(tmp_path):
     (folder / "e.lock").write_text("")
     (folder / "e.run").mkdir()
     lines = []
-    assert collect_cells(tmp_path, lines.append)["table"] == "collected 2 into x-frozen.jsonl"
+
+    def note(line):
+        lines.append(line)
+        with pytest.raises(BlockingIOError):  # nobody else can collect at the same time
+            lock_file(tmp_path / "cells" / "collect.lock", wait=False)
+
+    assert collect_cells(tmp_path, note)["table"] == "collected 2 into x-frozen.jsonl"
     assert lines == [f"{folder / 'd.json'} is damaged and is left where it is"]
     assert sorted(path.name for path in folder.iterdir()) == ["d.json", "e.lock", "e.run"]
     assert stored.get(1, "c") == row("c", 3)  # an open reader notices

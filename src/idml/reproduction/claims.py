@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from idml.evaluation.bootstrap import draw_classes, interval
-from idml.reproduction.runner import Course
+from idml.reproduction.runner import ArmProgress
 
 CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING = "confirmed", "not confirmed", "cannot tell at this scale", "missing"
 SAME_AS_PLAIN = 0.98  # a mean weight above this: the metric is almost the plain one
@@ -170,27 +170,27 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Found:
+class TableRuns:
     """The runs of a table's arms, and of the raw features, for a data set."""
 
     data: str
-    courses: dict[Key, Course]
+    progress: dict[Key, ArmProgress]
     raw: dict[str, Any] | None
 
     def runs(self, key: Key) -> Runs:
         """Return the runs of an arm by seed."""
-        return self.courses[key].runs if key in self.courses else {}
+        return self.progress[key].runs if key in self.progress else {}
 
     def rival(self, key: Key, figure: str = "R@1") -> tuple[str, Runs] | None:
         """Return the better of the raw features and the arm's plain one, by mean; None while one is missing."""
-        plain = self.runs((key[0], self.courses[key].arm.against))
+        plain = self.runs((key[0], self.progress[key].arm.against))
         if self.raw is None or not plain:
             return None
         name = {"R@1": "recall@1", "MAP@R": "map@r"}[figure]
         mean = statistics.mean(run["selected"][name] for run in plain.values())
         if self.raw["selected"][name] > mean:
             return "raw features", dict.fromkeys(plain, self.raw)
-        return self.courses[key].arm.against, plain
+        return self.progress[key].arm.against, plain
 
 
 class Claim(Protocol):
@@ -204,7 +204,7 @@ class Claim(Protocol):
     def arm(self) -> Key:
         """The arm that the claim is about."""
 
-    def judge(self, found: Found) -> Verdict:
+    def decide(self, found: TableRuns) -> Verdict:
         """Decide the claim from the runs."""
 
 
@@ -220,7 +220,7 @@ class Gain:
     own: bool = False
     """Whether it is our own question among the paper's claims."""
 
-    def judge(self, found: Found) -> Verdict:
+    def decide(self, found: TableRuns) -> Verdict:
         """Decide by the interval of the paired difference in R@1."""
         runs = found.runs(self.arm)
         rival = None
@@ -231,7 +231,7 @@ class Gain:
         name, over = rival
         if len(runs.keys() & over.keys()) < 2:
             return Verdict(CANNOT_TELL, "one seed")
-        tested = [found.courses[k].arm.tested if k else "euclidean" for k in (self.arm, self.over)]
+        tested = [found.progress[k].arm.tested if k else "euclidean" for k in (self.arm, self.over)]
         change = gain(runs, over, tested=tested[0], over_tested=tested[1])
         paper = self._paper(found)
         reason = f"{change.text(sign=True)} over {name}" + ("" if paper is None else f", in the paper {paper:+.1f}")
@@ -245,8 +245,8 @@ class Gain:
         word = CONFIRMED if change.low > 0 else NOT_CONFIRMED if change.high < worth else CANNOT_TELL
         return Verdict(word, reason)
 
-    def _paper(self, found: Found) -> float | None:
-        return paper_gain(found.data, self.arm, self.over or (self.arm[0], found.courses[self.arm].arm.against))
+    def _paper(self, found: TableRuns) -> float | None:
+        return paper_gain(found.data, self.arm, self.over or (self.arm[0], found.progress[self.arm].arm.against))
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class MixedAbove:
     arm: Key
     training: bool = False
 
-    def judge(self, found: Found) -> Verdict:
+    def decide(self, found: TableRuns) -> Verdict:
         """Decide by the interval over the seeds."""
         runs = found.runs(self.arm).values()
         if not runs:
@@ -277,7 +277,7 @@ class ErrorsRanked:
     least: float = 0.66
     own: bool = True
 
-    def judge(self, found: Found) -> Verdict:
+    def decide(self, found: TableRuns) -> Verdict:
         """Decide by the interval over the seeds, against what a loss-prediction head reaches from the same features."""
         runs = found.runs(self.arm).values()
         if not runs:
@@ -292,7 +292,7 @@ class LevelFalls:
     text: str
     arm: Key
 
-    def judge(self, found: Found) -> Verdict:
+    def decide(self, found: TableRuns) -> Verdict:
         """Decide by the interval over the seeds of the relative fall, of the kind that falls less."""
         runs = found.runs(self.arm).values()
         if not runs:
@@ -319,12 +319,12 @@ def _above(values: list[float], limit: float, what: str) -> Verdict:
     return Verdict(word, reason)
 
 
-def _why_missing(found: Found, *keys: Key | None) -> str:
+def _why_missing(found: TableRuns, *keys: Key | None) -> str:
     reasons = []
     for key in keys:
         if key is not None and not found.runs(key):
-            course = found.courses.get(key)
-            reasons.append(f"{key[1]}: {(course.refused if course else '') or 'not run yet'}")
+            state = found.progress.get(key)
+            reasons.append(f"{key[1]}: {(state.refused if state else '') or 'not run yet'}")
     return "; ".join(reasons) or "raw features or plain: not run yet"
 
 

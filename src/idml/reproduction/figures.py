@@ -30,10 +30,10 @@ from idml.methods.pel import gaussian_kl_distances
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
 from idml.model.feature_cache import compute_features
-from idml.reproduction.claims import Estimate, Found, estimate, gain, paper_gain
+from idml.reproduction.claims import Estimate, TableRuns, estimate, gain, paper_gain
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import Arms, named_regime
-from idml.reproduction.runner import Cell, Course, Store
+from idml.reproduction.runner import ArmProgress, Cell, Store
 from idml.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot_table(what: str, table: Table, found: Found) -> "Figure | None":
+def plot_table(what: str, table: Table, found: TableRuns) -> "Figure | None":
     """Plot a table: a trend, levels, a sweep, or the gains; return None if there is nothing to draw."""
     if what == "trend":
         return _plot_trend(table, found)
@@ -75,11 +75,11 @@ def plot_table(what: str, table: Table, found: Found) -> "Figure | None":
     return _plot_gains(table, found)
 
 
-def _known(table: Table, found: Found) -> list[Course]:
-    return [found.courses[arm.key] for arm in table.arms if found.courses[arm.key].runs]
+def _known(table: Table, found: TableRuns) -> list[ArmProgress]:
+    return [found.progress[arm.key] for arm in table.arms if found.progress[arm.key].runs]
 
 
-def _plot_gains(table: Table, found: Found) -> "Figure | None":
+def _plot_gains(table: Table, found: TableRuns) -> "Figure | None":
     """Plot the gain in R@1 of each arm over the better of raw features and plain, and the paper's gain."""
     shown: list[tuple[str, Estimate, float | None]] = []
     for at in _known(table, found):
@@ -106,11 +106,11 @@ def _plot_gains(table: Table, found: Found) -> "Figure | None":
     return figure
 
 
-def _plot_sweep(table: Table, found: Found) -> "Figure | None":
+def _plot_sweep(table: Table, found: TableRuns) -> "Figure | None":
     """Plot R@1 against what is varied, with the interval of its difference to plain; also plain and raw features."""
     assert table.sweep is not None
     symbol, values = table.sweep
-    known = [(value, found.courses[arm.key]) for value, arm in zip(values, table.arms[-len(values) :], strict=True)]
+    known = [(value, found.progress[arm.key]) for value, arm in zip(values, table.arms[-len(values) :], strict=True)]
     points = [(value, estimate(at.runs).mean, at) for value, at in known if at.runs]
     if not points:
         return None
@@ -131,7 +131,7 @@ def _plot_sweep(table: Table, found: Found) -> "Figure | None":
     return figure
 
 
-def _plot_trend(table: Table, found: Found) -> "Figure | None":
+def _plot_trend(table: Table, found: TableRuns) -> "Figure | None":
     """Plot ‖u‖ of clean and mixed images by epoch, a line for each seed."""
     runs = [run for at in _known(table, found) for run in at.runs.values() if "level_mixed" in run.get("trend", {})]
     if not runs:
@@ -146,7 +146,7 @@ def _plot_trend(table: Table, found: Found) -> "Figure | None":
     return figure
 
 
-def _plot_levels(table: Table, found: Found) -> "Figure | None":
+def _plot_levels(table: Table, found: TableRuns) -> "Figure | None":
     """Plot the distribution of ‖u‖ of clean and mixed test images: one panel for each arm that learned it, seed 0."""
     shown = [at for at in _known(table, found) if 0 in at.runs and at.arm.name != "plain"]
     if not shown:

@@ -20,7 +20,7 @@ from idml.reproduction.claims import (
     SAME_AS_PLAIN,
     WORDS,
     Claim,
-    Found,
+    TableRuns,
     Verdict,
     count_verdicts,
     estimate,
@@ -33,7 +33,7 @@ from idml.reproduction.claims import (
 from idml.reproduction.figures import figures_without_runs, plot_table
 from idml.reproduction.paper_tables import OWN, RETIRED, TABLES, Table
 from idml.reproduction.regimes import LOSSES, Arms, Regime, named_regime
-from idml.reproduction.runner import VERSION, Course, Store, course_of
+from idml.reproduction.runner import VERSION, ArmProgress, Store, read_progress
 from idml.reproduction.stored_results import CELLS
 
 if TYPE_CHECKING:
@@ -52,24 +52,24 @@ _OF_CHOSEN = ("finetune", "found", "margins")
 # -------------------- one table --------------------
 
 
-def found_of(made: Table, store: Store, seeds: int) -> tuple[Table, Found]:
+def read_table(made: Table, store: Store, seeds: int) -> tuple[Table, TableRuns]:
     """Return a table and what is stored of it; retired arms without stored rows are left out, with their claims."""
-    courses = {arm.key: course_of(store, arm, seeds) for arm in made.arms}
-    arms = tuple(arm for arm in made.arms if courses[arm.key].runs or not arm.retired)
-    left_out = courses.keys() - {arm.key for arm in arms}
+    progress = {arm.key: read_progress(store, arm, seeds) for arm in made.arms}
+    arms = tuple(arm for arm in made.arms if progress[arm.key].runs or not arm.retired)
+    left_out = progress.keys() - {arm.key for arm in arms}
     claims = tuple(c for c in made.claims if not {c.arm, getattr(c, "over", None)} & left_out)
-    found = Found(store.data.partition(":")[0], {arm.key: courses[arm.key] for arm in arms}, store.raw())
+    found = TableRuns(store.data.partition(":")[0], {arm.key: progress[arm.key] for arm in arms}, store.raw())
     return replace(made, arms=arms, claims=claims), found
 
 
-def table_columns(made: Table, found: Found) -> tuple[list[str], list[list[str]]]:
+def table_columns(made: Table, found: TableRuns) -> tuple[list[str], list[list[str]]]:
     """Return header and rows, without empty columns; a remark says what is missing or cannot be run."""
-    rows = [_raw_row(found), *(_row(found, found.courses[arm.key]) for arm in made.arms)]
+    rows = [_raw_row(found), *(_row(found, found.progress[arm.key]) for arm in made.arms)]
     kept = [i for i in range(len(HEADER)) if HEADER[i] in ("loss", "arm", "remark") or any(row[i] for row in rows)]
     return [HEADER[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def _raw_row(found: Found) -> list[str]:
+def _raw_row(found: TableRuns) -> list[str]:
     figures = [""] * 8
     if found.raw is not None:
         own, selected = {0: found.raw}, found.raw["selected"]
@@ -79,27 +79,27 @@ def _raw_row(found: Found) -> list[str]:
     return ["raw features", "", *figures, *rest, "missing" if found.raw is None else ""]
 
 
-def _row(found: Found, course: Course) -> list[str]:
-    arm, runs = course.arm, list(course.runs.values())
+def _row(found: TableRuns, progress: ArmProgress) -> list[str]:
+    arm, runs = progress.arm, list(progress.runs.values())
     row = [LOSSES.get(arm.loss, arm.loss), arm.name]
-    ours = _our_figures(course) if runs else dict.fromkeys((*_FIGURES, "NMI"), "")
+    ours = _our_figures(progress) if runs else dict.fromkeys((*_FIGURES, "NMI"), "")
     for figure, text in ours.items():
         paper = paper_figure(found.data, arm.key, figure)
         row += [text, "" if paper is None else f"{paper:.1f}"]
-    row += _gain_columns(found, course)
+    row += _gain_columns(found, progress)
     theirs = paper_gain(found.data, arm.key, (arm.loss, arm.against))
     row.append("" if theirs is None or arm.name == arm.against else f"{theirs:+.1f}")
-    weight = mean_weight(course.runs)
+    weight = mean_weight(progress.runs)
     row.append("" if weight is None else f"{weight:.3f}")
     row += [_mean(runs, key, 2) for key in ("level_spread", "auroc_mixed", "r_auroc", "auroc_wrong")]
     row.append(f"{100 * statistics.mean(run['selected_score'] for run in runs):.1f}" if runs else "")
     row.append(f"{statistics.mean(run['images_seen'] for run in runs):,.0f}" if runs else "")
-    row += ["" if course.rate is None else f"{course.rate:g}", str(len(runs)), _mean(runs, "seconds", 0)]
-    return [*row, _remark(course, weight)]
+    row += ["" if progress.rate is None else f"{progress.rate:g}", str(len(runs)), _mean(runs, "seconds", 0)]
+    return [*row, _remark(progress, weight)]
 
 
-def _our_figures(course: Course) -> dict[str, str]:
-    runs, tested = course.runs, course.arm.tested
+def _our_figures(progress: ArmProgress) -> dict[str, str]:
+    runs, tested = progress.runs, progress.arm.tested
     if tested == "introspective":
         selected = [run["introspective"]["selected"] for run in runs.values()]
         nmi = "not defined"
@@ -111,17 +111,17 @@ def _our_figures(course: Course) -> dict[str, str]:
     return {"R@1": r1, "RP": precision, "MAP@R": map_r, "NMI": nmi}
 
 
-def _gain_columns(found: Found, course: Course) -> list[str]:
+def _gain_columns(found: TableRuns, progress: ArmProgress) -> list[str]:
     """The gains in R@1 and MAP@R over the better of the raw features and plain; and which that is, by R@1."""
-    arm, texts, names = course.arm, [], []
-    if not course.runs or arm.name == arm.against:
+    arm, texts, names = progress.arm, [], []
+    if not progress.runs or arm.name == arm.against:
         return ["", "", ""]
     for figure in ("R@1", "MAP@R"):
         rival = found.rival(arm.key, figure)
         if rival is None:
             return ["", "", "missing"]
         names.append(rival[0])
-        texts.append(gain(course.runs, rival[1], figure, tested=arm.tested).text(sign=True))
+        texts.append(gain(progress.runs, rival[1], figure, tested=arm.tested).text(sign=True))
     return [*texts, names[0] if names[0] == names[1] else " / ".join(names)]
 
 
@@ -130,22 +130,22 @@ def _mean(runs: list[dict[str, Any]], key: str, digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f}" if values else ""
 
 
-def _remark(course: Course, weight: float | None) -> str:
-    if course.refused:
-        return f"left out: {course.refused}"
+def _remark(progress: ArmProgress, weight: float | None) -> str:
+    if progress.refused:
+        return f"left out: {progress.refused}"
     words = ["almost plain"] if weight is not None and weight > SAME_AS_PLAIN else []
-    return "; ".join([*words, *([f"{course.left} runs missing"] if course.left else [])])
+    return "; ".join([*words, *([f"{progress.left} runs missing"] if progress.left else [])])
 
 
-def retired_commits(found: Found) -> str:
+def retired_commits(found: TableRuns) -> str:
     """Name the commits that made the runs of retired arms."""
-    runs = [run for at in found.courses.values() if at.arm.retired for run in at.runs.values()]
+    runs = [run for at in found.progress.values() if at.arm.retired for run in at.runs.values()]
     commits = list(dict.fromkeys(run["commit"] for run in sorted(runs, key=lambda run: str(run["date"]))))
     more = f" and {len(commits) - 3} more (per_seed.csv has each)" if len(commits) > 3 else ""
     return f"commit{'s' * (len(commits) > 1)} {', '.join(commits[:3])}{more}" if commits else ""
 
 
-def per_seed_csv(made: Table, found: Found) -> str:
+def per_seed_csv(made: Table, found: TableRuns) -> str:
     """Return the figures of every run, and the commit that made it, as CSV."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -153,11 +153,11 @@ def per_seed_csv(made: Table, found: Found) -> str:
     facts = ["weight", "level_clean", "level_mixed", "level_spread", "auroc_mixed", "images_seen", "seconds", "date"]
     writer.writerow(["loss", "arm", "lr", "seed", "selected step", *_FIGURES, *last, "NMI", *facts, "commit"])
     for arm in made.arms:
-        course = found.courses[arm.key]
-        for seed, run in sorted(course.runs.items()):
+        progress = found.progress[arm.key]
+        for seed, run in sorted(progress.runs.items()):
             selected = run["introspective"]["selected"] if arm.tested == "introspective" else run["selected"]
             figures = [f"{100 * part[name]:.2f}" for part in (selected, run["last"]) for name in _FIGURES.values()]
-            row = [arm.loss, arm.name, course.rate, seed, run["selected_step"], *figures, f"{100 * run['nmi']:.2f}"]
+            row = [arm.loss, arm.name, progress.rate, seed, run["selected_step"], *figures, f"{100 * run['nmi']:.2f}"]
             writer.writerow([*row, *(run.get(fact, "") for fact in (*facts, "commit"))])
     return file.getvalue()
 
@@ -214,7 +214,7 @@ class Section:
 
     what: str
     table: Table
-    found: Found
+    found: TableRuns
     regime: Regime
 
     @property
@@ -230,7 +230,7 @@ class Section:
     @property
     def runs(self) -> list[dict[str, Any]]:
         """All runs."""
-        return [run for at in self.found.courses.values() for run in at.runs.values()]
+        return [run for at in self.found.progress.values() for run in at.runs.values()]
 
     @cached_property
     def columns(self) -> tuple[list[str], list[list[str]]]:
@@ -301,13 +301,13 @@ def stored_results(out: Path, note: Note = silent) -> Results:
             if what == "finetune" and regime.name not in (*_CHOSEN, "paper"):
                 continue
             made = build(Arms(data, regime))
-            section = Section(what, *found_of(made, store, regime.seeds), regime)
-            run = sum(bool(at.runs) for at in section.found.courses.values())
+            section = Section(what, *read_table(made, store, regime.seeds), regime)
+            run = sum(bool(at.runs) for at in section.found.progress.values())
             if 4 * run >= 3 * len(made.arms):  # rows are shared between tables: a few of them say little
                 sections.append(section)
             elif what not in RETIRED:
                 missing.append(section)
-    return Results(sections, missing, [(s, claim, claim.judge(s.found)) for s in sections for claim in s.table.claims])
+    return Results(sections, missing, [(s, claim, claim.decide(s.found)) for s in sections for claim in s.table.claims])
 
 
 def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, Any]:

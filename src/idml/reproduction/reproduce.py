@@ -9,14 +9,14 @@ from idml.errors import unknown_name
 from idml.files import write_atomic
 from idml.progress import Note, Progress, silent
 from idml.report_html import drawing, page
-from idml.reproduction.claims import ROUNDS, Found
+from idml.reproduction.claims import ROUNDS, TableRuns
 from idml.reproduction.figures import STEP, measure_step, metric_figures, step_cell, step_figure, step_sentence
 from idml.reproduction.guarantee_study import GUARANTEE
 from idml.reproduction.paper_tables import RETIRED, TABLES, Table
 from idml.reproduction.regimes import Arms, Regime, regime_for
 from idml.reproduction.render import (
-    found_of,
     per_seed_csv,
+    read_table,
     retired_commits,
     stored_regimes,
     table_columns,
@@ -24,14 +24,14 @@ from idml.reproduction.render import (
     write_table,
 )
 from idml.reproduction.runner import (
+    ArmProgress,
     Cell,
-    Course,
     Measures,
     Store,
-    course_of,
     load_official_dataset,
     missing_cells,
     open_store,
+    read_progress,
     run_missing,
 )
 from idml.reproduction.stored_results import Row, collect_cells
@@ -133,10 +133,10 @@ def _reproduce_table(
     store = open_store(out, data, chosen, dataset, note)
     arms = [arm for arm in table.arms if not arm.retired]
     for arm in arms:
-        if refused := course_of(store, arm, seeds).refused:
+        if refused := read_progress(store, arm, seeds).refused:
             note(f"{arm}: left out: {refused}")
     run_missing(store, partial(missing_cells, store, arms, seeds), dataset, Measures(), report=report, note=note)
-    return _write_table(what, *found_of(table, store, seeds), chosen, out) if Processes().first else {"table": ""}
+    return _write_table(what, *read_table(table, store, seeds), chosen, out) if Processes().first else {"table": ""}
 
 
 def _show_retired(
@@ -147,7 +147,7 @@ def _show_retired(
     shown = []
     for place, own in stored_regimes(out):
         if kind in (None, place) and regime in (None, own.name):
-            table, found = found_of(TABLES[what](Arms(place, own)), Store(out, place, own, note), seeds or own.seeds)
+            table, found = read_table(TABLES[what](Arms(place, own)), Store(out, place, own, note), seeds or own.seeds)
             if any(arm.retired for arm in table.arms):
                 note(
                     f"{what} is retired: idml no longer has its options; stored rows of {place}, {own.name}, made by "
@@ -160,13 +160,13 @@ def _show_retired(
     return {**shown[0], "table": "\n\n".join(each["table"] for each in shown)}
 
 
-def _write_table(what: str, table: Table, found: Found, regime: Regime, out: Path) -> dict[str, Any]:
+def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out: Path) -> dict[str, Any]:
     """Write the files of a table from stored rows, and return what a program may need of them."""
     folder = out / "tables" / f"{what}-{found.data}-{regime.name}"
     header, rows = table_columns(table, found)
     markdown = write_table(folder, "table", header, rows)
     write_atomic(folder / "per_seed.csv", per_seed_csv(table, found).encode())
-    verdicts = [(claim.text, claim.judge(found)) for claim in table.claims]
+    verdicts = [(claim.text, claim.decide(found)) for claim in table.claims]
     lines = [f"- {text}: **{verdict.word}** ({verdict.reason})" for text, verdict in verdicts]
     text = "\n".join(
         [table.title, "", markdown, "", f"95 % intervals: {ROUNDS} rounds over classes and seeds.", *lines]
@@ -186,7 +186,7 @@ def _plan_table(what: str, table: Table, store: Store, seeds: int) -> dict[str, 
     images = _training_images(store.data)
     done: set[str] = set()
     for arm in table.arms:
-        at = course_of(store, arm, seeds)
+        at = read_progress(store, arm, seeds)
         if at.refused:
             lines += [] if arm.retired else [f"{arm}: left out: {at.refused}"]
             continue
@@ -210,7 +210,7 @@ def _plan_table(what: str, table: Table, store: Store, seeds: int) -> dict[str, 
     return {"jobs": jobs, "hours": total, "table": "\n".join([*head, *lines])}
 
 
-def _job_names(store: Store, at: Course, seeds: int) -> list[str]:
+def _job_names(store: Store, at: ArmProgress, seeds: int) -> list[str]:
     """The missing cells; those of the other seeds too, whose rate is open before it is chosen."""
     names = [cell.name for cell in at.missing]
     if at.rate is None:

@@ -274,7 +274,7 @@ def _made() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Course:
+class ArmProgress:
     """The state of an arm: its runs by seed at the chosen rate, the cells that are missing, or why it cannot run."""
 
     arm: Arm
@@ -286,7 +286,7 @@ class Course:
     """How many runs are still to do, including those whose learning rate is not chosen yet."""
 
 
-def course_of(store: Store, arm: Arm, seeds: int) -> Course:
+def read_progress(store: Store, arm: Arm, seeds: int) -> ArmProgress:
     """Return the state of an arm, from the stored cells alone; options that the config refuses are its ``refused``."""
     rates = store.regime.rates
     tuning = {rate: store.cell(arm.loss, arm.options, rate, 0) for rate in rates}
@@ -294,17 +294,17 @@ def course_of(store: Store, arm: Arm, seeds: int) -> Course:
     missing = [tuning[rate] for rate in rates if tried[rate] is None]
     if missing:
         if reason := _refusal(store, arm, missing[0]):
-            return Course(arm, None, {}, (), reason)
-        return Course(arm, None, {}, tuple(missing), left=len(missing) + seeds - 1)
+            return ArmProgress(arm, None, {}, (), reason)
+        return ArmProgress(arm, None, {}, tuple(missing), left=len(missing) + seeds - 1)
     scores = {rate: found["selected_score"] for rate, found in tried.items() if found and "failed" not in found}
     if not scores:
-        return Course(arm, None, {}, (), "training failed at every learning rate")
+        return ArmProgress(arm, None, {}, (), "training failed at every learning rate")
     rate = max(scores, key=lambda r: (scores[r], -r))
     cells = {seed: store.cell(arm.loss, arm.options, rate, seed) for seed in range(seeds)}
     found = {seed: store.read(cell) for seed, cell in cells.items()}
     runs = {seed: run for seed, run in found.items() if run is not None and "failed" not in run}
     left = () if arm.retired else tuple(cells[seed] for seed in range(seeds) if found[seed] is None)
-    return Course(arm, rate, runs, left, left=len(left))
+    return ArmProgress(arm, rate, runs, left, left=len(left))
 
 
 def _refusal(store: Store, arm: Arm, cell: Cell) -> str:
@@ -320,8 +320,8 @@ def _refusal(store: Store, arm: Arm, cell: Cell) -> str:
 def missing_cells(store: Store, arms: Iterable[Arm], seeds: int) -> list[Cell]:
     """Return what can be made now, each cell once: the raw features, then seed by seed."""
     cells = {} if store.raw() else {RAW: store.raw_cell()}
-    courses = [course_of(store, arm, seeds) for arm in arms]
-    for cell in sorted((c for each in courses for c in each.missing), key=lambda c: int(c.options["seed"])):
+    progress = [read_progress(store, arm, seeds) for arm in arms]
+    for cell in sorted((c for each in progress for c in each.missing), key=lambda c: int(c.options["seed"])):
         cells.setdefault(cell.name, cell)
     return list(cells.values())
 

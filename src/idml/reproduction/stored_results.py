@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from idml.files import write_atomic
+from idml.files import lock_file, write_atomic
 from idml.progress import Note, silent
 
 CELLS = "cells"
@@ -136,25 +136,30 @@ def collect_cells(out: Path, note: Note = silent) -> dict[str, Any]:
     A cell's file is removed once its row is on disk. A damaged one is named and left.
     """
     counts: dict[str, int] = {}
-    for folder in sorted(path for path in (out / CELLS).glob("*") if path.is_dir()):
-        cells: dict[Path, Row] = {}
-        for path in sorted(folder.glob("*.json")):
-            try:
-                row = json.loads(path.read_text())
-                cells[path] = {**row, "version": int(row["version"]), "name": str(row["name"])}
-            except (ValueError, KeyError, TypeError):
-                note(f"{path} is damaged and is left where it is")
-        if not cells:
-            continue
-        target = out / f"{folder.name}.jsonl"
-        rows = {(row["version"], row["name"]): row for row in StoredRows(target)}
-        rows |= {(row["version"], row["name"]): row for row in cells.values()}
-        write_rows(target, rows.values())
-        for path in cells:
-            path.unlink()
-        counts[folder.name] = len(cells)
+    if (out / CELLS).exists():
+        with lock_file(out / CELLS / "collect.lock"):  # one at a time: each reads rows, adds to them and writes them
+            for folder in sorted(path for path in (out / CELLS).glob("*") if path.is_dir()):
+                if count := _collect_folder(folder, out / f"{folder.name}.jsonl", note):
+                    counts[folder.name] = count
     text = ", ".join(f"{count} into {name}.jsonl" for name, count in counts.items())
     return {
         "collected": counts,
         "table": f"collected {text}" if counts else f"there is nothing to collect in {out / CELLS}",
     }
+
+
+def _collect_folder(folder: Path, target: Path, note: Note) -> int:
+    cells: dict[Path, Row] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            row = json.loads(path.read_text())
+            cells[path] = {**row, "version": int(row["version"]), "name": str(row["name"])}
+        except (ValueError, KeyError, TypeError):
+            note(f"{path} is damaged and is left where it is")
+    if cells:
+        rows = {(row["version"], row["name"]): row for row in StoredRows(target)}
+        rows |= {(row["version"], row["name"]): row for row in cells.values()}
+        write_rows(target, rows.values())
+        for path in cells:
+            path.unlink()
+    return len(cells)
