@@ -15,6 +15,7 @@ from made_images import as_items, cloud, encoded, fit_calibrations, picture, sav
 from idml import Embeddings
 from idml.calibration.evidence import Profile
 from idml.calibration.stored import Calibration
+from idml.search.answers import RiskTargets
 from idml.search.engines import Added
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.gallery import Gallery, Upload, open_or_create
@@ -243,3 +244,23 @@ def test_a_gallery_in_milvus(milvus, world):
         gallery.relabel({next(gallery.items()).id: None})  # behind the reader's back
         reader.engine.refresh()
         assert "1 of 600 images have no label" in reader.search_embeddings(queries)[0].notes[0]
+
+
+def test_a_search_follows_the_changes_of_another_writer(shop):
+    gallery, stored, _, _, _ = shop
+    assert gallery.search_embeddings(stored[:1])[0].answer.state  # counts are read: all items have labels
+    first = next(gallery.items()).id
+    with Gallery.open(gallery.location, write=True) as other:
+        other.relabel({first: None})
+    assert "1 of 600 images have no label" in gallery.search_embeddings(stored[:1])[0].notes[0]
+
+
+def test_max_error_is_short_for_targets(gallery, monkeypatch):
+    gallery.add([Upload(encoded(picture(1)), "a")])
+    seen = []
+    monkeypatch.setattr(Gallery, "search_embeddings", lambda self, queries, k, targets: seen.append((k, targets)))
+    gallery.search([picture(1)], 3, max_error=0.2)
+    gallery.search([picture(1)], 3, RiskTargets(max_error=0.2))
+    assert seen == [(3, RiskTargets(max_error=0.2))] * 2
+    with pytest.raises(ValueError, match="give either targets or max_error"):
+        gallery.search([picture(1)], 3, RiskTargets(), max_error=0.2)

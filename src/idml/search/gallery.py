@@ -225,9 +225,7 @@ class Gallery:
             try:
                 return build_replies(self.engine, queries, k, targets or RiskTargets(), self._answer_context())
             except GalleryChanged:
-                with self.write_lock:  # wait for a change by this process to end
-                    if self.roots is None:  # in Milvus, another process may have made the change
-                        self._statistics.reset()
+                self._statistics.reset()  # after the end of a change by this process; another may have made one too
         raise OSError(f"the gallery {self.location} changes too fast to be searched; try again")
 
     def _answer_context(self) -> AnswerContext:
