@@ -30,6 +30,7 @@ from idml.methods.pel import gaussian_kl_distances
 from idml.metric import IntrospectiveMetric, alphas
 from idml.model import Model, load_model
 from idml.model.feature_cache import compute_features
+from idml.report_html import tsne_positions
 from idml.reproduction.claims import Estimate, TableRuns, estimate, gain, paper_gain
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import Arms, named_regime
@@ -314,10 +315,8 @@ def _take_step(model: Model, features: Tensor, change: Tensor) -> Embeddings:
 
 def _map(embeddings: list[Embeddings]) -> list[list[list[float]]]:
     """One t-SNE of the batch before and after both steps [3][n][2]."""
-    from openTSNE import TSNE
-
     rows = torch.cat([e.unit for e in embeddings]).double().numpy()
-    places = TSNE(perplexity=min(30, (len(rows) - 1) // 3), random_state=0, n_jobs=1).fit(rows)
+    places = tsne_positions(rows)
     each = len(rows) // len(embeddings)
     return [[[round(float(v), 2) for v in p] for p in places[i : i + each]] for i in range(0, len(rows), each)]
 

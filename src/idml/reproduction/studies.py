@@ -16,6 +16,7 @@ The runs have the options of the regime and one learning rate; nothing is tuned.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from idml.evaluation.scores import GALLERY_AWARE, QUERY_ONLY, MeasuredQueries
 from idml.evaluation.uncertainty import auroc, auroc_between, evaluate_uncertainty, paired_rise
 from idml.model import build_model, load_model
 from idml.model.feature_cache import load_features
+from idml.progress import image_counter, silent
 from idml.reproduction.claims import interval_text
 from idml.reproduction.runner import Cell, Measures, Store
 from idml.reproduction.stored_results import Row
@@ -85,15 +87,10 @@ def uncertainty_cells(store: Store, seeds: int) -> list[Cell]:
 
 def measure_uncertainty(config: TrainConfig, run: Path, dataset: Dataset, _: object, __: object) -> dict[str, Any]:
     """Return the figures of every score in every view."""
-
-    def silent(what: str) -> Callable[[int, int], None]:
-        return lambda done, total: None
-
-    candidate = EvaluatedModel.load(run, dataset, None, silent, lambda line: None)
-    train = load_model_pixels(candidate.model, dataset.train, silent, lambda line: None)
-    measured = measure_queries(
-        candidate, (MIXED, *MIDDLE), predictor=fit_error_predictor(candidate, train, lambda line: None)
-    )
+    uncounted = partial(image_counter, silent)
+    candidate = EvaluatedModel.load(run, dataset, None, uncounted, silent)
+    train = load_model_pixels(candidate.model, dataset.train, uncounted, silent)
+    measured = measure_queries(candidate, (MIXED, *MIDDLE), predictor=fit_error_predictor(candidate, train, silent))
     return {"queries": len(measured.rows), "views": {view: _figures(measured, view) for view in measured.views}}
 
 
