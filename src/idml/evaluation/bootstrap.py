@@ -1,9 +1,9 @@
-"""Intervals of uncertainty figures by resampling whole classes, all rounds at once.
+"""Bootstrap intervals of uncertainty figures: whole classes are resampled, all rounds at once.
 
-Images of one class are alike, and a test on unseen classes speaks about classes; so a round draws as many classes as
+Images of one class are similar, and a test on unseen classes is about classes. So a round draws as many classes as
 there are, with replacement, and every query counts as often as its class was drawn. Scores are compared on the same
-rounds. No round sorts anything: with multiplicities w, the queries in order of their score, a group of equal scores
-that holds a answers with e errors, after A₀ answers with E₀ errors, adds (compare `idml.evaluation.uncertainty`)
+rounds. No round sorts anything. With the queries in order of their score, a group of equal scores that holds a answers
+with e errors, after A₀ answers with E₀ errors, adds (compare `idml.evaluation.uncertainty`)
 
     R-AUROC   e·(R₀ + (a − e)/2) / (errors · right answers),    R₀ = A₀ − E₀
     AURC      (E₀ − A₀·e/a)·(H(A₀ + a) − H(A₀)) + e, over N,     H(n) = 1 + 1/2 + … + 1/n
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CELLS = 1 << 17  # rounds × queries looked at together: they stay in the cache
+_CELLS = 1 << 17  # rounds × queries handled together: they stay in the cache
 
 
 class Rounds(NamedTuple):
@@ -27,7 +27,7 @@ class Rounds(NamedTuple):
 
 
 def draw_classes(labels: Tensor, *, rounds: int = 1000, seed: int = 0) -> Rounds:
-    """Rounds for queries with these classes [n].
+    """Draw rounds for queries with these classes [n].
 
     >>> drawn = draw_classes(torch.tensor([7, 7, 3]), rounds=2)
     >>> drawn.counts.sum(dim=1), drawn.classes
@@ -48,12 +48,12 @@ def resampled_mean(values: Tensor, drawn: Rounds) -> Tensor:
 
 
 def resampled_auroc(scores: Tensor, positive: Tensor, drawn: Rounds) -> Tensor:
-    """P(score of a positive > score of a negative), ties counted half, in every round; NaN where it is not defined."""
+    """P(score of a positive > score of a negative), ties counted half, in every round; NaN if not defined."""
     return torch.cat([_auroc(part) for part in _curves(scores, positive, drawn)])
 
 
 def resampled_uncertainty(scores: Tensor, correct: Tensor, drawn: Rounds) -> dict[str, Tensor]:
-    """R-AUROC (NaN where it is not defined), AURC and AUGRC in every round [rounds]."""
+    """R-AUROC (NaN if not defined), AURC and AUGRC in every round [rounds]."""
     parts = []
     for curve in _curves(scores, ~correct, drawn):
         answered, errors = curve
@@ -70,7 +70,7 @@ def resampled_uncertainty(scores: Tensor, correct: Tensor, drawn: Rounds) -> dic
 
 
 def interval(values: Tensor) -> list[float] | None:
-    """The middle 95 % of the rounds in which the figure is defined; None where it never is."""
+    """The middle 95 % of the rounds in which the figure is defined; None if there are none."""
     known = values[~values.isnan()]
     if len(known) == 0:
         return None
@@ -93,7 +93,7 @@ def _auroc(curve: tuple[Tensor, Tensor]) -> Tensor:
     answered, errors = curve
     right = answered - errors
     pairs = (_steps(errors) * (right - _steps(right) / 2)).sum(dim=1)
-    return pairs / (errors[:, -1] * right[:, -1])  # 0/0 where all are right or all are wrong
+    return pairs / (errors[:, -1] * right[:, -1])  # 0/0 if all are right or all are wrong
 
 
 def _steps(x: Tensor) -> Tensor:

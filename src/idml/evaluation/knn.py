@@ -1,9 +1,9 @@
-"""Exact nearest neighbours from matrix products, without ever holding all pairs.
+"""Exact nearest neighbours from matrix products; the distances of all pairs are never in memory at once.
 
-For a chunk of queries one product gives a lower bound of every key (see `idml.evaluation.distance_bounds`). The k and a
-few more with the lowest bounds are measured exactly. If the k-th of these is below every bound that was left out, no
-other image can be among the k; if not (near ties, duplicates), all images whose bound is below it are measured. So
-the answer never depends on the product's rounding.
+For a chunk of queries, one product gives a lower bound of every key (see `idml.evaluation.distance_bounds`). The images
+with the k lowest bounds, and a few more, are measured exactly. If the k-th of these is below every bound that was left
+out, no other image can be among the k. If not (near ties, duplicates), all images whose bound is below it are measured.
+So the result never depends on the rounding of the product.
 
 Order: by distance, then by the smaller gallery index. Distances whose squares (for the introspective metric: α² and
 β²) agree to 2⁻⁴⁰ count as equal.
@@ -25,7 +25,7 @@ Points = Embeddings | Tensor
 Names = Tensor | np.ndarray | Sequence[int] | Sequence[str]  # labels or ids
 
 _CHUNK = 1 << 23  # pairs that a thread bounds at a time: 32 MB
-_ROWS = 1 << 9  # queries that a thread looks at at a time
+_ROWS = 1 << 9  # queries that a thread handles at a time
 _LIST = 1 << 20  # pairs listed at a time
 _LONG = 16  # a list longer than this, and than this part of the gallery, is measured by products first
 _BLOCK = 1024  # rows made unit at a time
@@ -47,15 +47,15 @@ def nearest(
     query_ids: Names | None = None,
     gallery_ids: Names | None = None,
 ) -> Neighbours:
-    """The ``k`` nearest gallery images of every query, exactly.
+    """Find the ``k`` nearest gallery images of every query, exactly.
 
     Args:
         queries: a plain tensor is compared by Euclidean distance as it is, Embeddings by their unit semantic part.
-        k: how many; where fewer exist, rows end in −1 and ∞, and columns that no query can fill are left out.
-        gallery: where to search; without it, the queries themselves, each query left out of its own answer.
-        metric: compares Embeddings; rules ``similar`` and ``off``.
-        query_ids: names of the queries. A gallery image that has the query's id is never its neighbour.
-        gallery_ids: names of the gallery's images, in the same naming.
+        k: how many. If there are fewer, rows end in −1 and ∞, and columns that no query can fill are left out.
+        gallery: where to search; without it, the queries themselves, each left out of its own result.
+        metric: the metric for Embeddings; rules ``similar`` and ``off``.
+        query_ids: ids of the queries. A gallery image with the query's id is never its neighbour.
+        gallery_ids: ids of the gallery's images.
 
     >>> nearest(torch.tensor([[0.0], [1.0], [1.0], [5.0]]), 2).indices
     tensor([[1, 2],
@@ -67,7 +67,7 @@ def nearest(
 
 
 class Search:
-    """Queries and a gallery made ready; ``top`` answers for all queries or some of them."""
+    """A prepared search of queries in a gallery; ``top`` finds the neighbours of all queries or of some."""
 
     @torch.no_grad()
     def __init__(
@@ -129,14 +129,14 @@ class Search:
     def top(self, k: int, rows: Tensor | None = None) -> Neighbours:
         """The ``k`` nearest of the queries ``rows`` (all of them if not given)."""
         k, rows = self._asked(k, rows)
-        # made first: small results between large temporaries would keep the memory of these from being used again
+        # allocated first: small results between large temporaries would prevent that their memory is used again
         found = Neighbours(rows.new_empty(len(rows), k), self.alpha.a.new_empty(len(rows), k, dtype=self.alpha.dtype))
         self._fill(rows, k, found.indices, found.distances)
         return found
 
     @torch.no_grad()
     def ranked(self, k: int, rows: Tensor | None = None) -> Tensor:
-        """``top(k, rows).indices``, for less: only pairs whose order the bounds leave open are measured."""
+        """``top(k, rows).indices``, but faster: only pairs whose order the bounds do not decide are measured."""
         k, rows = self._asked(k, rows)
         found = rows.new_empty(len(rows), k)
         self._fill(rows, k, found, None)
@@ -199,7 +199,7 @@ class Search:
 
 
 def _points(side: str, x: Points, metric: IntrospectiveMetric | None) -> tuple[Tensor, Tensor]:
-    """What is compared: the rows themselves or the unit semantic part, and the uncertainty."""
+    """The vectors that are compared: the rows themselves or the unit semantic part, and the uncertainty."""
     if metric is not None and metric.rule not in ("similar", "off"):
         raise ValueError(f"rule {metric.rule!r} does not rank images; rules that do: 'similar', 'off'")
     if isinstance(x, Tensor):
@@ -227,12 +227,12 @@ def _points(side: str, x: Points, metric: IntrospectiveMetric | None) -> tuple[T
 
 
 def _finite(name: str, x: Tensor) -> None:
-    if x.numel() and not all(math.isfinite(v) for v in torch.aminmax(x)):  # this much needs no memory
+    if x.numel() and not all(math.isfinite(v) for v in torch.aminmax(x)):  # this check needs no memory
         require_finite(name, x)
 
 
 def numbered(what: str, *lists: Names) -> list[Tensor]:
-    """Labels or ids, whole numbers or strings, as numbers that are equal where the names are, in the names' order."""
+    """Encode labels or ids (whole numbers or strings) as numbers: equal for equal names, in the order of the names."""
     arrays = [x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x) for x in lists]
     kinds: set[str] = set()
     for x, array in zip(lists, arrays, strict=True):
@@ -251,22 +251,21 @@ def _kind(name: object) -> str:
     return "U" if isinstance(name, str) else "i" if isinstance(name, int | np.integer) else "other"
 
 
-# -------------------- selection --------------------
-# The few lowest numbers of every row of a wide matrix.
+# -------------------- the lowest numbers of every row --------------------
 #
 # Columns are put into groups. At least ``count`` numbers of a row are not above the count-th lowest of the groups'
-# minima, and all that are not above it lie in groups whose minimum is not: only these are looked at. numpy finds that
-# minimum several times faster than torch ranks columns.
+# minima. All numbers that are not above it lie in groups whose minimum is not above it, so only these groups are read.
+# numpy finds that minimum several times faster than torch ranks columns.
 
 
-_GROUPS = 8  # at least so many groups for each number that is looked for: few of them share one
+_GROUPS = 8  # at least this many groups for each number to find: few of them share a group
 _LARGEST = 32  # columns in a group
 
 
 def lowest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``count`` lowest of each row or some more: their columns, ascending, the numbers, and a bound of the rest.
+    """Find the ``count`` lowest numbers of each row, or a few more: columns (ascending), numbers, a bound of the rest.
 
-    Lists that are shorter than the longest end in column 0 and ∞. What is left out is not below the bound [rows].
+    Lists that are shorter than the longest end in column 0 and ∞. The numbers left out are not below the bound [rows].
 
     >>> lowest(torch.tensor([[3.0, 1.0, 2.0, 1.0]]), 2)
     (tensor([[1, 3]]), tensor([[1., 1.]]), tensor([1.]))

@@ -22,7 +22,7 @@ from idml.embeddings import Embeddings
 from idml.evaluation.knn import Names, Points, Search, numbered
 from idml.metric import IntrospectiveMetric
 
-_HITS = 1 << 20  # neighbours looked at together
+_HITS = 1 << 20  # neighbours handled together
 _SEED, _ITERATIONS = 0, 20  # of k-means
 
 
@@ -38,23 +38,23 @@ def evaluate_retrieval(
     query_ids: Names | None = None,
     gallery_ids: Names | None = None,
 ) -> dict[str, float | int | None]:
-    """How well images find others of their class, as fractions in [0, 1].
+    """Measure how well images find others of their class, as fractions in [0, 1].
 
     Args:
         embeddings: a plain tensor is compared by Euclidean distance as it is, Embeddings by their unit semantic part.
         labels: the class of each image, whole numbers or strings.
-        gallery: where to search; without it, among the images themselves, each left out of its own answer.
+        gallery: where to search; without it, among the images themselves, each left out of its own result.
         gallery_labels: the classes of the gallery's images.
-        metric: compares Embeddings; rules ``similar`` and ``off``.
+        metric: the metric for Embeddings; rules ``similar`` and ``off``.
         recall_at: the K of Recall@K.
         nmi: also cluster ``embeddings`` (see `cluster_rows`) and report the normalised mutual information with their
             classes, images alone in their class included; None with rule ``similar``, which k-means cannot use.
-        query_ids: names of the images; a gallery image with the query's id is neither its neighbour nor in its R.
-        gallery_ids: names of the gallery's images.
+        query_ids: ids of the images; a gallery image with the query's id is neither its neighbour nor in its R.
+        gallery_ids: ids of the gallery's images.
 
     Returns:
         ``recall@K`` for each K, ``r_precision``, ``map@r``, ``nmi`` if asked for, ``queries``, and ``singletons``:
-        images whose class has no other image in the gallery. They count in no figure as queries, but others can find
+        images whose class has no other image in the gallery. They are not queries in any figure, but others can find
         them.
 
     >>> x = torch.tensor([[0.0], [1.0], [1.5], [9.0]])
@@ -177,7 +177,7 @@ def _query_figures(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor
 
 
 def cluster_rows(x: Tensor, count: int) -> Tensor:
-    """k-means from ``count`` random rows, 20 iterations, seed 0: by faiss where installed, else by scikit-learn."""
+    """k-means from ``count`` random rows, 20 iterations, seed 0: by faiss if it is installed, else by scikit-learn."""
     rows = x.detach().float().cpu().contiguous().numpy()
     try:
         faiss = import_module("faiss")

@@ -1,16 +1,16 @@
-"""The rivals of ‖u‖: simple scores of how uncertain an answer is. Each is larger where the answer is less certain.
+"""Uncertainty scores: ‖u‖ and simple alternatives. Each is larger if the answer is less certain.
 
 From the query alone, before any search (`QUERY_ONLY`):
 
     level            ‖u‖, `Embeddings.level`
     sigma            mean σ of a Gaussian model (PEL)
-    semantic_norm    1/‖s‖, s before it is normalised           `inverse_norm`: short vectors count as uncertain
+    semantic_norm    1/‖s‖, s before it is normalised           `inverse_norm`: short vectors are uncertain
     feature_norm     1/‖f‖, f the trunk's pooled features
-    random_norm      1/‖Rf‖, R a random matrix: what a head has that learned nothing
-    predicted_error  `predictor.ErrorPredictor`: a small network trained to foresee wrong answers
+    random_norm      1/‖Rf‖, R a random matrix: a head that learned nothing
+    predicted_error  `ErrorPredictor`: a small network trained to predict wrong answers
 
 From the labelled gallery (`GALLERY_AWARE`), with neighbours 1 … k at distances d₁ ≤ … ≤ d_k, and d_other the distance
-of the nearest image that is not of the first neighbour's class, wherever it comes in the list:
+of the nearest image of another class than the first neighbour's, at any place in the list:
 
     nearest_distance  d₁                         entropy       −Σ p·ln p, p the labels' shares among the k
     kth_distance      d_k                        disagreement  1 − share of the k with the first one's label
@@ -33,7 +33,7 @@ from idml.metric import IntrospectiveMetric
 QUERY_ONLY = ("level", "sigma", "semantic_norm", "feature_norm", "random_norm", "predicted_error")
 GALLERY_AWARE = ("nearest_distance", "kth_distance", "margin", "ratio", "entropy", "disagreement", "ensemble")
 
-_LISTED = 1 << 20  # neighbours looked at together
+_LISTED = 1 << 20  # neighbours handled together
 _BLOCK = 4096  # rows measured together
 
 
@@ -72,7 +72,7 @@ def random_norm(features: Tensor, *, dimensions: int = 512, seed: int = 0) -> Te
 
 
 class NeighbourScores(NamedTuple):
-    """What `neighbour_scores` returns, for every query [n]; singletons do not count in any figure as queries."""
+    """The result of `neighbour_scores` for every query [n]; singletons do not count as queries in any figure."""
 
     scores: dict[str, Tensor]
     correct: Tensor  # the first neighbour has the query's class
@@ -111,11 +111,11 @@ def neighbour_scores(
     query_ids: Names | None = None,
     gallery_ids: Names | None = None,
 ) -> NeighbourScores:
-    """Every score of `GALLERY_AWARE` but ``ensemble``, from one exact search; arguments as in `evaluate_retrieval`.
+    """Compute the scores of `GALLERY_AWARE` but ``ensemble`` in one exact search; arguments as in `evaluate_retrieval`.
 
-    Queries that can see fewer than ``k`` images go by those. A query that sees a single class has no d_other: its
-    ratio is 0, and its margin the largest distance there could be, max‖query‖ + max‖gallery image‖ (2 for Embeddings),
-    so nothing is more certain. Where d₁ = d_other = 0, the ratio is 1.
+    If a query can find fewer than ``k`` images, these are used. A query that finds a single class has no d_other: its
+    ratio is 0, and its margin is the largest possible distance, max‖query‖ + max‖gallery image‖ (2 for Embeddings), so
+    it is the most certain. If d₁ = d_other = 0, the ratio is 1.
 
     >>> x = torch.tensor([[0.0], [1.0], [3.0], [9.0]])
     >>> found = neighbour_scores(x, ["cat", "cat", "dog", "dog"], k=2)
@@ -150,7 +150,7 @@ def vote_disagreement(votes: Tensor) -> Tensor:
 
 
 def _other_class(search: Search, theirs: Tensor, found: Neighbours) -> Tensor:
-    """d_other [n], NaN where a query sees a single class: among the neighbours found, else among 4 times as many, …"""
+    """d_other [n], NaN if a query finds a single class: from the neighbours found, else from 4 times as many, …"""
     first = theirs[found.indices[:, 0]]
     of_class = count_relevant(search, first, theirs)  # one more image than these is enough
     other = _first_other(theirs, first, found)
@@ -194,15 +194,14 @@ def _diameter(search: Search) -> float:
 
 
 def feature_rows(x: Tensor) -> Tensor:
-    """Features as floats [n, width] of full precision, or a line on what is wrong with them."""
+    """Check features [n, width] and convert them to floats of full precision."""
     if x.ndim != 2 or not x.is_floating_point() or x.shape[1] == 0:
         raise ValueError(f"features must be floats [images, dimensions], got {x.dtype} {list(x.shape)}")
     require_finite("feature", x)
     return full_precision(x)
 
 
-# -------------------- predictor --------------------
-# A small network that learns from labelled images which answers will be wrong: a query-only rival of ‖u‖.
+# -------------------- a network that predicts wrong answers --------------------
 
 
 _HIDDEN, _EPOCHS, _BATCH, _RATE = 64, 20, 256, 1e-3
@@ -211,8 +210,8 @@ _HIDDEN, _EPOCHS, _BATCH, _RATE = 64, 20, 256, 1e-3
 class ErrorPredictor:
     """logit P(first neighbour is wrong) = W₂·relu(W₁·f̂ + b₁) + b₂, f̂ the features standardised over the fit.
 
-    What labelled data give without an uncertainty embedding: fit it by cross-entropy on some classes, ask about others.
-    Half of f̂ and of the hidden layer drop out in training; without this it learns a few thousand images by heart.
+    It needs labelled data but no uncertainty embedding: fit it by cross-entropy on some classes, use it on others. In
+    training, half of f̂ and of the hidden layer are dropped; otherwise it memorises a few thousand images.
 
     >>> features = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
     >>> predictor = ErrorPredictor(seed=0).fit(features, features[:, 0] > 1)
@@ -225,14 +224,14 @@ class ErrorPredictor:
 
     @torch.enable_grad()
     def fit(self, features: Tensor, wrong: Tensor) -> Self:
-        """Learn from features [n, width] and a bool mask [n]: the leave-one-out nearest neighbour is wrong."""
+        """Fit to features [n, width] and a bool mask [n]: the leave-one-out nearest neighbour is wrong."""
         x = feature_rows(features).detach().float()
         if wrong.dtype != torch.bool or wrong.shape != x.shape[:1]:
             raise ValueError(f"wrong must be a bool mask [{len(x)}], got {wrong.dtype} {list(wrong.shape)}")
         if bool(wrong.all()) or not bool(wrong.any()):
             raise ValueError("an error predictor needs both right and wrong answers to learn from")
         self.mean, self.deviation = x.mean(dim=0), x.std(dim=0, correction=0)
-        self.deviation[self.deviation <= 1e-6 * self.mean.abs()] = 1.0  # a constant feature says nothing
+        self.deviation[self.deviation <= 1e-6 * self.mean.abs()] = 1.0  # a constant feature has no effect
         x, target = (x - self.mean) / self.deviation, wrong.to(x)
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
             torch.manual_seed(self.seed)

@@ -1,6 +1,6 @@
-"""How much an uncertainty score is worth: does it put wrong answers behind right ones?
+"""Quality of an uncertainty score: does it rank wrong answers behind right ones?
 
-A score is larger where the model is less certain. Answer the i most certain of n queries, E(i) of them wrong:
+A score is larger if the model is less certain. Answer the i most certain of n queries, E(i) of them wrong:
 
     R-AUROC   P(score of a wrong answer > score of a right one), ties counted half
     AURC      1/n · Σ_{i = 1…n} E(i)/i       mean selective risk: errors among the answered       (Geifman et al., 2019)
@@ -10,8 +10,8 @@ Both areas are sums over the n coverages i/n. Traub et al. draw AUGRC by trapezo
 by error rate/(2n); so AUGRC = (1 − R-AUROC)·accuracy·error + error²/2 + error/(2n).
 
 Queries of equal score have no order. Over all orders, a group of m with w wrong ones, after i₀ queries with e₀ wrong
-ones, has E(i) = e₀ + w·(i − i₀)/m on average, and all figures are linear in E: so ties are exact, and no figure
-depends on the order in which the queries are given.
+ones, has E(i) = e₀ + w·(i − i₀)/m on average, and all figures are linear in E. So ties are exact, and no figure depends
+on the order in which the queries are given.
 """
 
 from collections.abc import Sequence
@@ -52,14 +52,14 @@ def auroc_between(high: Tensor, low: Tensor) -> float:
 
 
 def evaluate_uncertainty(scores: Values, correct: Values) -> dict[str, float | None]:
-    """R-AUROC, AURC and AUGRC of a score, see the head of this file.
+    """Measure R-AUROC, AURC and AUGRC of a score, see the head of this file.
 
     Args:
-        scores: one per query, larger = less certain; any numbers but NaN, only their order counts.
+        scores: one per query, larger = less certain; any numbers but NaN. Only their order counts.
         correct: a bool mask: the query's (leave-one-out) nearest neighbour has the right class.
 
     Returns:
-        ``r_auroc`` (0.5 is chance, larger is better; None where all answers are right or all are wrong, for then it
+        ``r_auroc`` (0.5 is chance, larger is better; None if all answers are right or all are wrong: then it
         is not defined), ``aurc`` and ``augrc`` (smaller is better; compare them at equal accuracy only).
 
     >>> evaluate_uncertainty([0.1, 0.2, 0.2, 0.9], [True, True, False, False])
@@ -132,7 +132,7 @@ def _scores(x: Values, name: str) -> Tensor:
 
 
 def _tensor(x: Values, name: str) -> Tensor:
-    """A tensor on the CPU; numbers in lists keep their full precision, or scores would tie that do not."""
+    """A tensor on the CPU. Numbers in lists keep their full precision, so that different scores do not tie."""
     if isinstance(x, Tensor):
         return x.detach().cpu()
     array = np.array(x, order="C")
