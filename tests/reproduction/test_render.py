@@ -56,7 +56,7 @@ def test_the_fine_tuned_table_of_the_docs_is_that_of_the_stored_evaluations():
     store = Store(RESULTS, "cub", regime_for("cub", name="full"))
     shown = 0
     for method in ("plain", "idml"):
-        row = store.rows.get(1, f"evaluate-multi_similarity-{method}-lr=0.0001-seed=0")
+        row = store.rows.get(1, f"evaluate-multi_similarity-{method}-lr=0.0002-seed=0")
         right = " | ".join(f"{100 * view['value']:.1f} %" for view in row["accuracy"].values())
         assert f"| {method} | | right answers | {right} |" in lines
         for score, views in row["uncertainty"].items():

@@ -62,6 +62,11 @@ def read_table(made: Table, store: Store, seeds: int) -> tuple[Table, TableRuns]
     return replace(made, arms=arms, claims=claims), found
 
 
+def mostly_stored(made: Table, found: TableRuns) -> bool:
+    """Return whether three quarters of the arms have runs: tables share arms, so fewer do not make a table."""
+    return 4 * sum(bool(at.runs) for at in found.progress.values()) >= 3 * len(made.arms)
+
+
 def table_columns(made: Table, found: TableRuns) -> tuple[list[str], list[list[str]]]:
     """Return header and rows, without empty columns; a remark says what is missing or cannot be run."""
     rows = [_raw_row(found), *(_row(found, found.progress[arm.key]) for arm in made.arms)]
@@ -302,8 +307,7 @@ def stored_results(out: Path, note: Note = silent) -> Results:
                 continue
             made = build(Arms(data, regime))
             section = Section(what, *read_table(made, store, regime.seeds), regime)
-            run = sum(bool(at.runs) for at in section.found.progress.values())
-            if 4 * run >= 3 * len(made.arms):  # rows are shared between tables: a few of them say little
+            if mostly_stored(made, section.found):
                 sections.append(section)
             elif what not in RETIRED:
                 missing.append(section)

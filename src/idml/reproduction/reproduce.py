@@ -15,6 +15,7 @@ from idml.reproduction.guarantee_study import GUARANTEE
 from idml.reproduction.paper_tables import RETIRED, TABLES, Table
 from idml.reproduction.regimes import Arms, Regime, regime_for
 from idml.reproduction.render import (
+    mostly_stored,
     per_seed_csv,
     read_table,
     retired_commits,
@@ -147,8 +148,9 @@ def _show_retired(
     shown = []
     for place, own in stored_regimes(out):
         if kind in (None, place) and regime in (None, own.name):
-            table, found = read_table(TABLES[what](Arms(place, own)), Store(out, place, own, note), seeds or own.seeds)
-            if any(arm.retired for arm in table.arms):
+            made = TABLES[what](Arms(place, own))
+            table, found = read_table(made, Store(out, place, own, note), seeds or own.seeds)
+            if mostly_stored(made, found):
                 note(
                     f"{what} is retired: idml no longer has its options; stored rows of {place}, {own.name}, made by "
                     f"{retired_commits(found)}"
