@@ -158,7 +158,7 @@ class Milvus(Ours):
         """Wait for the index too, and let the server forget what it holds in memory."""
         from idml.search.engines import Properties
         from idml.search.engines.milvus import MilvusEngine
-        from idml.search.engines.milvus_place import LONG
+        from idml.search.engines.milvus_connection import LONG
 
         properties = Properties("benchmark", self.size.dims)
         with MilvusEngine.create(self.place, properties, index=self.size.milvus) as engine:

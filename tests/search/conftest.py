@@ -5,6 +5,7 @@ import os
 import milvus_server
 import pytest
 from made_images import as_items, fit_calibrations, save_run
+from milvus_server import milvus  # noqa: F401 (a fixture)
 
 from idml.search.engines import database
 from idml.search.gallery import Gallery

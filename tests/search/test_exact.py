@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from made import D, U
 
 from idml.embeddings import Embeddings
+from idml.evaluation import distance_bounds as exact
+from idml.evaluation.distance_bounds import ExactSearch, RowVectors
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import Item, Properties, exact
-from idml.search.engines.exact import ExactSearch, Side
+from idml.search.engines import Item, Properties
 from idml.search.engines.sqlite import SqliteEngine
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
@@ -46,17 +47,17 @@ def lattice(noise, n, width):
 )
 def test_lattice_with_ties(seed, n, queries, k, metric, sizes, dead):
     noise = np.random.default_rng(seed)
-    q, g = (Side.of(lattice(noise, m, 3), lattice(noise, m, 2)) for m in (queries, n))
+    q, g = (RowVectors.of(lattice(noise, m, 3), lattice(noise, m, 2)) for m in (queries, n))
     hidden = noise.random(n) < dead
     g.s[hidden] = np.nan  # whatever a dead row holds
-    g = Side(g.s, np.where(hidden, np.inf, g.s_squares), g.u, g.u_squares)
+    g = RowVectors(g.s, np.where(hidden, np.inf, g.s_squares), g.u, g.u_squares)
     with pytest.MonkeyPatch.context() as patch:
         for name, size in zip(("_CHUNK", "_QUERIES", "_LIST"), sizes, strict=True):
             patch.setattr(exact, name, size)
         rows, distances = ExactSearch(q, g, metric).top(k)
     for i in range(queries):
         live = np.flatnonzero(~hidden)
-        expected = keys(Side.of(q.s[i : i + 1], q.u[i : i + 1]), Side.of(g.s[live], g.u[live]), metric)[0]
+        expected = keys(RowVectors.of(q.s[i : i + 1], q.u[i : i + 1]), RowVectors.of(g.s[live], g.u[live]), metric)[0]
         order = np.lexsort([live, expected.round(12)])[:k]
         assert rows[i].tolist() == live[order].tolist()
         np.testing.assert_allclose(distances[i].numpy(), expected[order], rtol=1e-6, atol=1e-30)
@@ -80,8 +81,8 @@ def test_near_duplicates_through_a_gallery(tmp_path, metric, scale):
         found = engine.search(queries, 30, metric)
         stored = engine.embeddings()
     live = [int(id) for id in ids if not 100 <= int(id) < 300]
-    g = Side.of(stored.semantic.numpy(), stored.uncertainty.numpy())
-    expected = keys(Side.of(queries.unit.numpy(), queries.uncertainty.numpy()), g, metric)
+    g = RowVectors.of(stored.semantic.numpy(), stored.uncertainty.numpy())
+    expected = keys(RowVectors.of(queries.unit.numpy(), queries.uncertainty.numpy()), g, metric)
     place = {str(row): n for n, row in enumerate(live)}
     for line, ids, distances in zip(expected, found.ids, found.distances, strict=True):
         chosen = [place[id] for id in ids]
@@ -105,8 +106,8 @@ def test_uncertainties_that_cancel_out(tmp_path):
         queries = Embeddings(centre + 0.05 * torch.randn(9, 64), u.expand(9, -1))
         found = engine.search(queries, 8, metric)
         stored = engine.embeddings()
-    q = Side.of(queries.unit.numpy(), queries.uncertainty.numpy())
-    expected = keys(q, Side.of(stored.semantic.numpy(), stored.uncertainty.numpy()), metric)
+    q = RowVectors.of(queries.unit.numpy(), queries.uncertainty.numpy())
+    expected = keys(q, RowVectors.of(stored.semantic.numpy(), stored.uncertainty.numpy()), metric)
     assert found.ids == [[str(n) for n in line] for line in np.argsort(expected, axis=1)[:, :8]]
 
 
@@ -144,7 +145,7 @@ def test_threads_share_the_rows_of_few_queries(monkeypatch, threads):
     monkeypatch.setattr(exact, "_SHARE", 20)
     noise = np.random.default_rng(threads)
     for queries, rows in [(1, 1), (1, 50), (2, 7), (3, 101)]:
-        q, g = (Side.of(lattice(noise, m, 8), lattice(noise, m, 0)) for m in (queries, rows))
+        q, g = (RowVectors.of(lattice(noise, m, 8), lattice(noise, m, 0)) for m in (queries, rows))
         found, distances = ExactSearch(q, g, None).top(5)
         expected = keys(q, g, None)
         order = np.argsort(expected.round(12), axis=1, kind="stable")[:, :5]
@@ -162,7 +163,7 @@ def test_memory_stays_bounded(monkeypatch):
         staticmethod(lambda room, a, b: (sizes.append(len(a) * len(b)), product(room, a, b))[1]),
     )
     noise = np.random.default_rng(0)
-    q, g = (Side.of(noise.normal(size=(m, 8)).astype(np.float32), lattice(noise, m, 2)) for m in (600, 3000))
+    q, g = (RowVectors.of(noise.normal(size=(m, 8)).astype(np.float32), lattice(noise, m, 2)) for m in (600, 3000))
     rows, _ = ExactSearch(q, g, None).top(4)
     assert max(sizes) <= 4096
     assert rows.tolist() == np.argsort(keys(q, g, None), axis=1)[:, :4].tolist()

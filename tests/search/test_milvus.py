@@ -14,14 +14,14 @@ from engine_contract import METRICS, EngineContract, Folders, item
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import PROPERTIES, D, batch, state
-from milvus_server import milvus, missing  # noqa: F401 (a fixture)
+from milvus_server import missing
 
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import DamagedGallery, Properties, milvus_reading, milvus_rows
-from idml.search.engines.milvus import MilvusEngine
-from idml.search.engines.milvus_place import WRITING, Connection, Place
-from idml.search.engines.milvus_search import MilvusSearch
+from idml.search.engines import DamagedGallery, Properties, database, milvus_schema
+from idml.search.engines import milvus as milvus_module
+from idml.search.engines.milvus import MilvusEngine, MilvusSearch
+from idml.search.engines.milvus_connection import WRITING, Connection, Place
 
 LONG = "IDML_KILLS" in os.environ  # make faults
 DOCS = Path(__file__).parents[2] / "docs" / "milvus.md"
@@ -63,7 +63,7 @@ def folders(tmp_path, _no_waiting):
 
 
 @pytest.fixture
-def collections(milvus):  # noqa: F811
+def collections(milvus):
     out = Collections(milvus)
     yield out
     for engine in out.made:
@@ -110,7 +110,7 @@ def test_both_engines_hold_and_find_the_same(collections, shared_folder):
     @given(changes=st.lists(CHANGES, min_size=3, max_size=9))
     def check(changes):
         folders = Folders(Path(tempfile.mkdtemp(dir=shared_folder)))
-        with mock.patch.object(os, "fsync", return_value=None):
+        with mock.patch.object(database, "SYNCHRONOUS", "OFF"):
             engines = both(folders, collections)
             for kind, what in changes:
                 results = [outcome(engine, kind, what, queries) for engine in engines]
@@ -188,8 +188,8 @@ def test_everything_in_small_pages(folders, collections, monkeypatch):
     engines = both(folders, collections)
     given = batch(*((n, n % 3) for n in range(24)))
     for size in (700, 1 << 19):
-        monkeypatch.setattr(milvus_rows, "PAGE", size)
-        monkeypatch.setattr(milvus_reading, "_KEYS", 5)
+        monkeypatch.setattr(milvus_schema, "PAGE", size)
+        monkeypatch.setattr(milvus_module, "_KEYS", 5)
         for engine in engines:
             assert engine.add(*given).unchanged == (0 if size == 700 else 24)
             engine.relabel({f"i{n}": f"{size}" for n in range(24)})
@@ -199,14 +199,14 @@ def test_everything_in_small_pages(folders, collections, monkeypatch):
         assert engines[1].verify() == []
         for engine in engines:
             engine.relabel({item.id: item.label for item in given[0]})
-    monkeypatch.setattr(milvus_rows, "PAGE", 700)
+    monkeypatch.setattr(milvus_schema, "PAGE", 700)
     with pytest.raises(ValueError, match="Milvus gives at most 1 results of this gallery at a time, got k = 2"):
         engines[1].search(given[1][:1], 2)
     assert engines[1].remove([f"i{n}" for n in range(24)]) == 24
 
 
 def test_more_items_than_milvus_gives_at_a_time(collections):
-    count = milvus_rows.MOST + 616 if LONG else 1000
+    count = milvus_schema.MOST + 616 if LONG else 1000
     engine = collections.fresh(Properties("m", 2))
     angle = torch.linspace(0, 6.28, count)
     engine.add([item(f"{n}") for n in range(count)], Embeddings.certain(torch.stack([angle.cos(), angle.sin()], 1)))
@@ -317,7 +317,7 @@ def test_a_server_that_is_away(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_token_that_is_wrong(milvus, monkeypatch):  # noqa: F811
+def test_a_token_that_is_wrong(milvus, monkeypatch):
     for token in ("root:wrong", "", "nobody"):
         monkeypatch.setenv("IDML_MILVUS_TOKEN", token)
         with pytest.raises(OSError, match=r"is \$IDML_MILVUS_TOKEN right") as error:
@@ -333,7 +333,7 @@ def test_tls_is_never_left_out(collections):
     one_line(error)
 
 
-def test_galleries_that_are_none(milvus, collections, capfd):  # noqa: F811
+def test_galleries_that_are_none(milvus, collections, capfd):
     from pymilvus import DataType
 
     engine = collections.fresh(PROPERTIES)
@@ -360,7 +360,7 @@ def test_galleries_that_are_none(milvus, collections, capfd):  # noqa: F811
     assert capfd.readouterr().err == ""
 
 
-def test_what_milvus_cannot_hold_is_refused(milvus, collections):  # noqa: F811
+def test_what_milvus_cannot_hold_is_refused(milvus, collections):
     place = milvus.place("never")
     for properties in (Properties("m", 1), Properties("m", 32769), Properties("m", 4, 20000)):
         with pytest.raises(ValueError, match="Milvus takes 2 to 32768 dimensions and 12287 of the uncertainty"):
@@ -385,11 +385,11 @@ def test_what_milvus_cannot_hold_is_refused(milvus, collections):  # noqa: F811
     assert engine.verify() == []
 
 
-def test_damage_is_named(milvus, collections):  # noqa: F811
+def test_damage_is_named(milvus, collections):
     engine = collections.fresh(PROPERTIES)
     items, e, images = batch(*((n, 0) for n in range(1, 8)))
     engine.add(items, e, images)
-    rows = [engine._fetch([f"i{n}"], milvus_rows.fields(PROPERTIES))[f"i{n}"] for n in range(1, 8)]
+    rows = [engine._fetch([f"i{n}"], milvus_schema.fields(PROPERTIES))[f"i{n}"] for n in range(1, 8)]
     rows[0]["semantic"] = [0.5, 0.5, 0.5, 0.5]
     rows[1]["uncertainty"] = rows[2]["uncertainty"]
     rows[2]["uncertainty"] = "AAAAAA=="
@@ -400,7 +400,7 @@ def test_damage_is_named(milvus, collections):  # noqa: F811
         client.upsert(engine.place.collection, rows[:6])
     engine.refresh()
     problems = {problem.item: problem.reason for problem in engine.verify()}
-    key = milvus_rows.key_of("i6")
+    key = milvus_schema.key_of("i6")
     assert set(problems) == {"i1", "i2", "i3", "i4", "i5", key}
     assert all("not what was written" in problems[id] for id in ("i1", "i2", "i5"))
     assert "has 4 bytes, not 12" in problems["i3"]
@@ -418,7 +418,7 @@ def test_damage_is_named(milvus, collections):  # noqa: F811
     assert state(engine)[0][0] == items[-1]
 
 
-def test_acknowledged_changes_survive_a_kill(milvus, collections):  # noqa: F811
+def test_acknowledged_changes_survive_a_kill(milvus, collections):
     """kill -9 of the server right after a change was acknowledged: it is there again, and engines go on."""
     engine = collections.fresh(PROPERTIES)
     engine.add(*batch(*((n, 0) for n in range(20))))
@@ -440,7 +440,7 @@ def test_acknowledged_changes_survive_a_kill(milvus, collections):  # noqa: F811
     assert engine.add(*batch((21, 0), (22, 0))) == (1, 0, 1)
 
 
-def test_examples_of_the_docs_run(milvus, monkeypatch):  # noqa: F811
+def test_examples_of_the_docs_run(milvus, monkeypatch):
     examples = re.findall(r"^```python no-run\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
     assert examples
     for code in examples:
@@ -448,7 +448,7 @@ def test_examples_of_the_docs_run(milvus, monkeypatch):  # noqa: F811
         exec(compile(here, "example", "exec"), {})
 
 
-def test_properties_are_kept_as_json(milvus, collections):  # noqa: F811
+def test_properties_are_kept_as_json(milvus, collections):
     engine = collections.fresh(PROPERTIES)
     with raw(milvus) as client:
         text = client.describe_collection(engine.place.collection)["description"]

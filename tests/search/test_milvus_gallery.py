@@ -5,16 +5,15 @@ from unittest import mock
 
 import pytest
 from made_images import as_items, encoded, fit_calibrations, picture, save_run, write_picture
-from milvus_server import milvus  # noqa: F401 (a fixture)
 
 from idml.search.engines import Added
-from idml.search.engines.milvus_place import Connection
+from idml.search.engines.milvus_connection import Connection
 from idml.search.gallery import Gallery, Upload, open_or_create
 from idml.search.indexing import index_folder
 from idml.search.tsne_map import gallery_map
 
 
-def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):  # noqa: F811 (the fixture)
+def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):
     monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
     run, place = save_run(tmp_path / "run"), milvus.place("whole_gallery")
     stored, labels, queries, _ = fit_calibrations(run)

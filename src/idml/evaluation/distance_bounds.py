@@ -1,4 +1,7 @@
-"""What pairs of a query and a gallery image are ordered by: cheap bounds of all pairs, exact keys of a few.
+"""The kernel of exact search: cheap bounds of the distances of all pairs, exact keys of a few.
+
+Evaluation and the search of galleries share it: `Pairs` is for all pairs of two sets of embeddings (`evaluation.knn`),
+`ExactSearch` for a few queries against the stored rows of a gallery, some of which may be removed (`search.engines`).
 
 The key of a pair is α², or for the introspective metric log D² = log α² − 2(β + γ)/(τα). A product in float32
 gives a *lower bound* of every key, from d̃² − E ≤ d², where E covers all rounding:
@@ -14,9 +17,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from idml.metric import IntrospectiveMetric
@@ -25,6 +31,52 @@ _EXACT = 1 << 18  # numbers subtracted at a time: they stay in the cache
 _PRODUCT = 1 << 22  # pairs multiplied in float64 at a time
 _BLOCK = 1024  # rows made ready at a time
 _FLOOR = 1e-30  # covers products too small for float32
+LOG_ERROR = 2e-5  # of a bound of log D², by rounding
+
+
+def exact_squares(a: Tensor, b: Tensor, rows: Tensor, index: Tensor, sign: int, scale: float = 1.0) -> Tensor:
+    """‖a − b‖² (sign −1) or ‖a + b‖² (sign +1) of rows of a and listed rows of b [r, l], in float64.
+
+    They come from differences or sums of the rows times ``scale``, and are rounded to 40 bits.
+    """
+    out = torch.empty(index.shape, dtype=torch.float64, device=index.device)
+    size = b.shape[1]
+    width = max(1, min(index.shape[1], _EXACT // max(1, size)))
+    step = max(1, _EXACT // max(1, size * width))
+    taken = b.new_empty(step * width, size)
+    gaps = torch.empty_like(taken, dtype=torch.float64)
+    for i in range(0, len(rows), step):
+        own = a.index_select(0, rows[i : i + step]).double().mul_(scale).unsqueeze(1)
+        for j in range(0, index.shape[1], width):
+            part = index[i : i + step, j : j + width]
+            torch.index_select(b, 0, part.flatten(), out=taken[: part.numel()])
+            gap = gaps[: part.numel()].copy_(taken[: part.numel()])
+            if scale != 1.0:
+                gap *= scale
+            gap = gap.view(*part.shape, size).add_(own, alpha=sign)
+            torch.sum(gap.square_(), dim=2, out=out[i : i + step, j : j + width])
+    mantissa, exponent = torch.frexp(out)
+    return torch.ldexp((mantissa * 2.0**40).round_().mul_(2.0**-40), exponent)
+
+
+def bound_log_squares(gap: Tensor, spread: Tensor, metric: IntrospectiveMetric, scale: float = 1.0) -> None:
+    """Write a lower bound of log D² over ``gap``, which is α² or less; ``spread`` is β² or more, times scale².
+
+    Rounding makes the bound at most `LOG_ERROR` too large.
+    """
+    share = 2 * (1 + 1e-6) / metric.tau  # the 1e-6 covers rounding
+    alpha, beta = gap.clamp_min_(0.0), spread.clamp_min_(_FLOOR)
+    x = beta.div_(alpha).sqrt_().mul_(share / scale)
+    if metric.gamma:
+        x += alpha.rsqrt().mul_(share * metric.gamma)
+    alpha.log_().sub_(x)
+
+
+def exact_keys(square: Tensor, other: Tensor, metric: IntrospectiveMetric, scale: float = 1.0) -> Tensor:
+    """log D² from α² and β², the latter times scale²; −∞ for identical images, whose D is 0."""
+    alpha, beta = square.sqrt(), other.sqrt() / scale
+    key = square.log() - 2 * (beta + metric.gamma) / (metric.tau * alpha)
+    return key.masked_fill_(alpha == 0, -math.inf)
 
 
 class Squares:
@@ -95,24 +147,7 @@ class Squares:
 
     def exact(self, rows: Tensor, index: Tensor) -> Tensor:
         """The squares of listed pairs [r, l], from differences or sums in float64, rounded to 40 bits."""
-        out = torch.empty(index.shape, dtype=torch.float64, device=index.device)
-        size = self.b.shape[1]
-        width = max(1, min(index.shape[1], _EXACT // max(1, size)))
-        step = max(1, _EXACT // max(1, size * width))
-        taken = self.b.new_empty(step * width, size)
-        gaps = torch.empty_like(taken, dtype=torch.float64)
-        for i in range(0, len(rows), step):
-            own = self.a.index_select(0, rows[i : i + step]).double().mul_(self.scale).unsqueeze(1)
-            for j in range(0, index.shape[1], width):
-                part = index[i : i + step, j : j + width]
-                torch.index_select(self.b, 0, part.flatten(), out=taken[: part.numel()])
-                gap = gaps[: part.numel()].copy_(taken[: part.numel()])
-                if self.scale != 1.0:
-                    gap *= self.scale
-                gap = gap.view(*part.shape, size).add_(own, alpha=self.sign)
-                torch.sum(gap.square_(), dim=2, out=out[i : i + step, j : j + width])
-        mantissa, exponent = torch.frexp(out)
-        return torch.ldexp((mantissa * 2.0**40).round_().mul_(2.0**-40), exponent)
+        return exact_squares(self.a, self.b, rows, index, self.sign, self.scale)
 
 
 class Pairs:
@@ -131,16 +166,11 @@ class Pairs:
         if self.metric is None or self.beta is None:
             return gap, own.double()
         spread, plus = self.beta.bound(rows)
-        share = 2 * (1 + 1e-6) / self.metric.tau  # the 1e-6 here and the 2e-5 below cover rounding
         for i in range(0, len(rows), step := max(1, (1 << 18) // self.gallery)):
             block = slice(i, i + step)
-            alpha = gap[block].add_(own[block, None]).clamp_min_(0.0)  # at most α²
-            beta = spread[block].add_(plus[block, None]).clamp_min_(_FLOOR)  # at least β²
-            x = beta.div_(alpha).sqrt_().mul_(share / self.beta.scale)
-            if self.metric.gamma:
-                x += alpha.rsqrt().mul_(share * self.metric.gamma)
-            alpha.log_().sub_(x)
-        return gap, torch.full_like(own, -2e-5, dtype=torch.float64)
+            alpha, beta = gap[block].add_(own[block, None]), spread[block].add_(plus[block, None])
+            bound_log_squares(alpha, beta, self.metric, self.beta.scale)
+        return gap, torch.full_like(own, -LOG_ERROR, dtype=torch.float64)
 
     def keys(self, rows: Tensor, index: Tensor) -> Tensor:
         """The exact keys of listed pairs [r, l], in float64."""
@@ -149,9 +179,7 @@ class Pairs:
     def _key(self, square: Tensor, other: Tensor | None) -> Tensor:
         if self.metric is None or self.beta is None or other is None:
             return square
-        alpha, beta = square.sqrt(), other.sqrt() / self.beta.scale
-        key = square.log() - 2 * (beta + self.metric.gamma) / (self.metric.tau * alpha)
-        return key.masked_fill_(alpha == 0, -math.inf)  # identical images: D = 0
+        return exact_keys(square, other, self.metric, self.beta.scale)
 
     def distances(self, keys: Tensor) -> Tensor:
         """α or D, in the embeddings' own precision."""
@@ -319,3 +347,172 @@ def _single_threaded() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+# -------------------- search of stored rows --------------------
+# The k and a few more rows with the lowest bounds are measured exactly. If the k-th of these lies below all other
+# bounds no other row can be among the k; if not (near ties, duplicates), every row whose bound is not above it is
+# measured. So the answer does not depend on the product's rounding. Order: by key, then by row. The products are
+# numpy's: they are float32 with every setting of torch's precision.
+
+
+Rows = NDArray[np.float32]
+_CHUNK = 1 << 22  # pairs bounded at a time: 16 MB, which stay near the processor
+_QUERIES = 256  # queries at a time: more would not make the product faster
+_LIST = 1 << 20  # pairs listed at a time
+_SHARE = 1 << 21  # numbers that are worth a thread: 8 MB
+_DOTS = getattr(np, "vecdot", np.matmul)  # numpy 1 has none
+LARGEST = 1e15  # squares of larger numbers leave float32
+
+
+@dataclass(frozen=True, eq=False)
+class RowVectors:
+    """Queries or items: vectors s and u (of no dimensions where there is no metric), with their squared lengths [n].
+
+    ∞ in ``s_squares`` marks a row that must not be found.
+    """
+
+    s: Rows
+    s_squares: NDArray[np.float64]
+    u: Rows
+    u_squares: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, s: Rows, u: Rows) -> "RowVectors":
+        """Rows with their lengths."""
+        return cls(s, squares(s), u, squares(u))
+
+    @cached_property
+    def s_low(self) -> Tensor:
+        """(1 − c)·‖s‖² − a little, in float32."""
+        c = (self.s.shape[1] + 32) * 2.0**-24
+        return torch.from_numpy(self.s_squares * (1 - c) - _FLOOR).float()
+
+    @cached_property
+    def u_high(self) -> Tensor:
+        """(1 + c)·‖u‖² + a little, in float32."""
+        c = (self.u.shape[1] + 32) * 2.0**-24
+        return torch.from_numpy(self.u_squares * (1 + c) + _FLOOR).float()
+
+
+def squares(x: Rows) -> NDArray[np.float64]:
+    """The squared lengths of rows."""
+    wide = x.astype(np.float64)
+    out: NDArray[np.float64] = np.einsum("ij,ij->i", wide, wide)
+    return out
+
+
+class ExactSearch:
+    """A search of some queries, which have u if there is a metric, among items."""
+
+    def __init__(self, queries: RowVectors, items: RowVectors, metric: IntrospectiveMetric | None) -> None:
+        self.queries, self.items, self.metric = queries, items, metric
+        size = min(len(queries.s), _QUERIES) * len(items.s)
+        self._rooms = [np.empty(min(size, _CHUNK), np.float32) for _ in range(1 if metric is None else 2)]
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """Rows and distances [n, min(k, items)] of the k nearest items of every query."""
+        k = min(k, int(np.isfinite(self.items.s_squares).sum()))
+        n = len(self.queries.s)
+        rows, keys = torch.empty(n, k, dtype=torch.long), torch.empty(n, k, dtype=torch.float64)
+        for first in range(0, n if k else 0, _QUERIES):
+            part = torch.arange(first, min(first + _QUERIES, n))
+            rows[part], keys[part], unsure = self._part(part, k)
+            for some in unsure.split(max(1, _LIST // len(self.items.s))) if len(unsure) else ():
+                rows[some], keys[some] = self._measured(some, keys[some, -1], k)
+        return rows, (keys.sqrt() if self.metric is None else (0.5 * keys).exp()).float()
+
+    def _part(self, part: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and keys [r, k] of some queries, and which of them might be wrong."""
+        longer = k + max(8, k // 8)
+        lows, rows = torch.empty(len(part), 0), torch.empty(len(part), 0, dtype=torch.long)
+        for first, bounds in self._blocks(part):
+            low, row = bounds.topk(min(longer, bounds.shape[1]), dim=1, largest=False, sorted=False)
+            lows, rows = torch.cat([lows, low], dim=1), torch.cat([rows, row + first], dim=1)
+            if lows.shape[1] > longer:
+                lows, place = lows.topk(longer, dim=1, largest=False, sorted=False)
+                rows = rows.gather(1, place)
+        rows, order = rows.sort(dim=1)
+        lows = lows.gather(1, order)
+        keys = self._keys(part, rows)
+        keys = keys.masked_fill(lows == math.inf, math.inf)
+        keys, order = keys.sort(dim=1, stable=True)
+        rows, keys = rows.gather(1, order)[:, :k], keys[:, :k]
+        if longer >= len(self.items.s):  # all were measured
+            return rows, keys, part[:0]
+        return rows, keys, part[lows.amax(dim=1) <= self._limits(part, keys[:, -1])]
+
+    def _measured(self, some: Tensor, last: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The first k by (key, row), all rows being measured whose bound is not above the ``last`` key."""
+        limits = self._limits(some, last).unsqueeze(1)
+        pairs = [(bounds <= limits).nonzero() + torch.tensor([0, first]) for first, bounds in self._blocks(some)]
+        line, row = torch.cat(pairs).unbind(1)
+        key = self._keys(some[line], row.unsqueeze(1)).squeeze(1)
+        order = torch.from_numpy(np.lexsort([row, key, line]))  # by the last first
+        begin = torch.searchsorted(line[order], torch.arange(len(some)))
+        chosen = order[begin.unsqueeze(1) + torch.arange(k)]
+        return row[chosen], key[chosen]
+
+    def _limits(self, part: Tensor, keys: Tensor) -> Tensor:
+        """The bounds, as `_blocks` gives them, up to which a row may have a key as low as these [r]."""
+        if self.metric is None:
+            keys = keys - self.queries.s_low[part]
+        return torch.nextafter(keys.float(), torch.tensor(math.inf))  # rounded up
+
+    def _blocks(self, part: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The first row of a block of items, and lower bounds [r, block] of its keys: of log D², or of α² − ‖a‖².
+
+        The next block's bounds are written over them.
+        """
+        step, count = len(self._rooms[0]) // len(part), len(self.items.s)
+        own = self.queries.s_low[part].unsqueeze(1)
+        for first in range(0, count, step):
+            rows = slice(first, min(first + step, count))
+            gap = self._product(self._rooms[0], self.queries.s[part.numpy()], self.items.s[rows])
+            torch.add(self.items.s_low[rows], gap, alpha=-2, out=gap)
+            if self.metric is not None:
+                spread = self._product(self._rooms[1], self.queries.u[part.numpy()], self.items.u[rows])
+                torch.add(self.items.u_high[rows], spread, alpha=2, out=spread)
+                for i in range(0, len(part), lines := max(1, (1 << 18) // step)):
+                    some = slice(i, i + lines)
+                    plus = self.queries.u_high[part[some]].unsqueeze(1)
+                    bound_log_squares(gap[some].add_(own[some]), spread[some].add_(plus), self.metric)
+                    gap[some].sub_(LOG_ERROR)
+            yield first, gap
+
+    @staticmethod
+    def _product(room: Rows, a: Rows, b: Rows) -> Tensor:
+        out = room[: len(a) * len(b)].reshape(len(a), len(b))
+        if len(a) < 4:
+            _dots(a, b, out)
+        else:
+            np.matmul(a, b.T, out=out)
+        return torch.from_numpy(out)
+
+    def _keys(self, rows: Tensor, index: Tensor) -> Tensor:
+        """The order of listed pairs [r, l] of queries and items: by α², or by log D²."""
+        queries, items = self.queries, self.items
+        square = exact_squares(torch.from_numpy(queries.s), torch.from_numpy(items.s), rows, index, -1)
+        if self.metric is None:
+            return square
+        other = exact_squares(torch.from_numpy(queries.u), torch.from_numpy(items.u), rows, index, +1)
+        return exact_keys(square, other, self.metric)
+
+
+def _dots(a: Rows, b: Rows, out: Rows) -> None:
+    """a·bᵀ of few rows a: it takes as long as b takes to come from memory, so a product of matrices would be slower.
+
+    Parts of b are for threads of our own. Those of a BLAS wait busily when they are done, in the way of torch's.
+    """
+    threads = max(1, min(torch.get_num_threads(), b.size // _SHARE))
+
+    def part(n: int) -> None:
+        rows = slice(len(b) * n // threads, len(b) * (n + 1) // threads)
+        for line, row in zip(out, a, strict=True):
+            _DOTS(b[rows], row, out=line[rows])
+
+    if threads == 1:
+        part(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(part, range(threads)))

@@ -14,15 +14,14 @@ from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from idml.embeddings import Embeddings, require_finite
+from idml.evaluation.distance_bounds import LARGEST, Rows, RowVectors
 from idml.metric import IntrospectiveMetric
-from idml.search.engines.exact import LARGEST, Side
 
 FLOAT = np.dtype("<f4")
-Rows = NDArray[np.float32]
+
 _CHECKSUM = re.compile("[0-9a-f]{64}")
 
 
@@ -206,16 +205,16 @@ def item_rows(embeddings: Embeddings, properties: Properties) -> tuple[list[Rows
     return rows, levels
 
 
-def query_rows(queries: Embeddings, properties: Properties, metric: IntrospectiveMetric | None) -> Side:
+def query_rows(queries: Embeddings, properties: Properties, metric: IntrospectiveMetric | None) -> RowVectors:
     """Queries as the search kernel takes them, with u if there is a metric."""
     if not isinstance(queries, Embeddings):
         raise ValueError(f"queries must be Embeddings, got {type(queries).__name__}")
     semantic = _semantic(queries, properties)
     if metric is None:
-        return Side.of(semantic, semantic[:, :0])
+        return RowVectors.of(semantic, semantic[:, :0])
     if not properties.uncertainty:
         raise ValueError("this gallery keeps no uncertainty vectors: search it without the introspective metric")
-    return Side.of(semantic, _uncertainty(queries, properties))
+    return RowVectors.of(semantic, _uncertainty(queries, properties))
 
 
 def ranking(metric: IntrospectiveMetric | None) -> IntrospectiveMetric | None:

@@ -1,48 +1,110 @@
 """The Milvus engine: a gallery in a collection of a Milvus server or cluster, for more items than one machine searches.
 
-What a row holds is said in `milvus_rows`, how it is searched in `milvus_search`.
+What a row holds is in `milvus_schema`.
+
+Searching: Milvus gives candidates by the distance of unit vectors, which are then measured exactly.
+
+With the index FLAT the result is that of the embedded engine. Milvus compares all items; its float32 distances are off
+by less than e = 4·(dimensions + 32)·2⁻²⁴, so that every item it left out has α² > f − e, f being the last one given.
+With a metric such an item has, ℓ being the largest ‖u‖ of the gallery,
+
+    D = α·exp(−(β + γ)/(τα)) > a·exp(−(‖u‖ + ℓ + γ)/(τa)),   a = √(f − e)
+
+because D grows with α and falls with β ≤ ‖u‖ + ℓ. If the k-th candidate lies below that, no other item can be among
+the k; if not, four times as many candidates are asked for, until all are there or Milvus gives no more at a time.
+
+With HNSW or IVF_FLAT the candidates are what the index finds, asked for once: items may be missing.
 """
 
+import json
+import math
+import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from idml.embeddings import Embeddings
-from idml.search.engines import Added, Engine, Item, Properties, milvus_rows
-from idml.search.engines.base import check_batch, item_rows
-from idml.search.engines.milvus_place import LONG, WRITING, Connection, Place
-from idml.search.engines.milvus_reading import MilvusReading
-from idml.search.engines.milvus_rows import (
+from idml.evaluation.distance_bounds import LARGEST, ExactSearch, RowVectors
+from idml.metric import IntrospectiveMetric
+from idml.search.engines import milvus_schema
+from idml.search.engines.base import (
+    FLOAT,
+    Added,
+    Engine,
+    Found,
+    Item,
+    Problem,
+    Properties,
+    check_batch,
+    item_rows,
+    query_rows,
+    ranking,
+)
+from idml.search.engines.milvus_connection import LONG, WRITING, Connection, Place
+from idml.search.engines.milvus_schema import (
     LONGEST,
+    MOST,
     Row,
     Text,
     described,
+    fault,
     fields,
     item_text,
+    key_of,
     make_row,
     page_rows,
+    read_item,
     read_text,
     row_bytes,
     schema,
+    semantic,
+    thumbnail,
+    uncertainty,
 )
-from idml.search.engines.milvus_search import BUILD, index_parameters
 
 _DIMENSIONS = range(2, 32769)
 _UNCERTAINTY = LONGEST // 4 * 3 // 4  # numbers that fit into a text
 _POLL = 0.2  # seconds between two looks at a compaction
+_KEYS = 1000  # keys named in one request
+_SKEW = 5 * 10**9  # nanoseconds that clocks of different machines may be apart
+BUILD: dict[str, dict[str, int]] = {"FLAT": {}, "HNSW": {"M": 16, "efConstruction": 200}, "IVF_FLAT": {"nlist": 1024}}
+_PROBES = 64  # of 1024 lists
+_EF = 128  # at least as long a list of candidates within HNSW
+_QUERIES = 64  # at a time: more would make an exact search of a large gallery slower than the time limit
+_ROUND = 1 + 1e-6
 
 
-class MilvusEngine(MilvusReading, Engine):
+class MilvusEngine(Engine):
     """A gallery in Milvus; `create` and `open` make one. Threads may share an object.
 
     What differs from the embedded engine: others' changes are seen when Milvus shows them, at the latest after
     `refresh`; there is no lock, so two writers of one item overwrite each other; large changes are sent in parts.
     """
 
-    _last = 0  # the latest time given to a row of ours
+    def __init__(self, connection: Connection, properties: Properties, index: str, *, write: bool) -> None:
+        self.place: Place = connection.place
+        self.index = index
+        """FLAT (searches are exact), HNSW or IVF_FLAT (they are not)."""
+        self._properties, self._write = properties, write
+        self._connection: Connection | None = connection
+        self._mutex = threading.RLock()
+        self._largest: tuple[int, float] | None = None  # at which look it was found, and ‖u‖
+        self._found: tuple[int, dict[str, Item]] = (0, {})  # at which look, and what the last search found
+        connection.look()
+        self._looked, self._items = time.time_ns(), connection.count()
+        self._last = 0  # the latest time given to a row of ours
+        self._stamps = self._written()  # of the latest changes that we know of
 
     @classmethod
     def create(
@@ -103,6 +165,11 @@ class MilvusEngine(MilvusReading, Engine):
         except BaseException:
             connection.close()
             raise
+
+    @property
+    def properties(self) -> Properties:
+        """What was fixed when the gallery was made."""
+        return self._properties
 
     def add(self, items: Sequence[Item], embeddings: Embeddings, thumbnails: Sequence[bytes] | None = None) -> Added:
         """Add items: a known id with the same content is left alone, with other content it is replaced.
@@ -168,11 +235,107 @@ class MilvusEngine(MilvusReading, Engine):
         """Refuse: a Milvus server has its own tools for this."""
         raise ValueError(f"{self.place} is in Milvus; back it up with Milvus's own tool (milvus-backup)")
 
+    def get(self, id: str) -> Item | None:
+        """The item with this id, if there is one."""
+        return self.get_many([id])[0]
+
+    def get_many(self, ids: Sequence[str]) -> list[Item | None]:
+        """The item with each of these ids, None where there is none."""
+        state, found = self._found
+        known = found if state == self._opened().looks else {}  # whoever searches asks for what was found
+        rows = self._fetch([id for id in ids if id not in known], ["item"])
+        return [known[id] if id in known else read_item(rows[id]) if id in rows else None for id in ids]
+
+    def items(self) -> Iterator[Item]:
+        """All items in the order in which they were added, as they are now."""
+        return iter([read_item(row) for row in self._all(["item"])])
+
+    def thumbnail(self, id: str) -> bytes:
+        """The item's thumbnail, empty if it has none."""
+        return thumbnail(self._some([id], ["thumbnail"])[0])
+
+    def embeddings(self, ids: Sequence[str] | None = None) -> Embeddings:
+        """The vectors of some items, or of all; without uncertainty vectors where the gallery keeps none."""
+        names = ["semantic", "uncertainty"] if self.properties.uncertainty else ["semantic"]
+        rows = self._all(names) if ids is None else self._some(ids, names)
+        return Embeddings(*(torch.from_numpy(of(rows, self.properties)) for of in (semantic, uncertainty)))
+
+    def levels(self, ids: Sequence[str] | None = None) -> Tensor:
+        """The uncertainty levels ‖u‖ of some items, or of all."""
+        rows = self._all(["level"]) if ids is None else self._some(ids, ["level"])
+        return torch.tensor([row["level"] for row in rows], dtype=torch.float32)
+
+    def search(self, queries: Embeddings, k: int, metric: IntrospectiveMetric | None = None) -> Found:
+        """The k nearest items of every query: by the distance of unit vectors, or by the metric.
+
+        With the index FLAT the result is exact; the head of this file explains how, and what the other indexes do.
+        Equal distances come in the order in which the items were added.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"k must be a whole number above 0, got {k!r}")
+        metric = ranking(metric)
+        side = query_rows(queries, self.properties, metric)
+        connection = self._opened()
+        largest = 0.0 if metric is None or self.index != "FLAT" else self._largest_level(connection)
+        state, search = connection.looks, MilvusSearch(connection, self.properties, self.index, side, metric, largest)
+        found = search.top(k)
+        self._found = state, search.items
+        return found
+
+    def verify(self) -> list[Problem]:
+        """Read everything again and compare checksums, dimensions and counts; empty if all is sound."""
+        problems, seen = [], 0
+        with self._mutex:
+            for page in self._pages(fields(self.properties)):
+                seen += len(page)
+                for row in page:
+                    if reason := fault(row, self.properties):
+                        problems.append(Problem(str(self.place), _id(row), reason))
+            if seen != (count := len(self)):
+                problems.append(Problem(str(self.place), None, f"{seen} items could be read, but {count} are counted"))
+        return problems
+
+    def refresh(self) -> bool:
+        """Go on to the newest state; whether there may be one.
+
+        It is told by the count and by the times at which rows were written: a change by a machine whose clock is more
+        than five seconds behind is not noticed, unless the count is another one.
+        """
+        with self._mutex:
+            self._opened().look()
+            before, known = self._items, self._stamps
+            self._items = len(self)
+            return bool(self._written() - known) or self._items != before
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        with self._mutex:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    def __len__(self) -> int:
+        return self._opened().count()
+
+    def __contains__(self, id: object) -> bool:
+        return isinstance(id, str) and id in self._fetch([id], ["level"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"MilvusEngine({str(self.place)!r}, {self.properties}, index={self.index!r})"
+
     def _write_rows(self, connection: Connection, rows: list[Row]) -> None:
         part: list[Row] = []
         size = 0
         for row in rows:
-            if part and size + row_bytes(row) > milvus_rows.PAGE:
+            if part and size + row_bytes(row) > milvus_schema.PAGE:
                 connection.do("upsert", data=part)
                 part, size = [], 0
             part.append({name: Text(value) if isinstance(value, str) else value for name, value in row.items()})
@@ -202,6 +365,180 @@ class MilvusEngine(MilvusReading, Engine):
                 finally:
                     connection.patience = usual
 
+    def _written(self) -> set[int]:
+        """The times of changes since the last look, and of those shortly before it."""
+        since, self._looked = self._looked - _SKEW, time.time_ns()
+        rows = self._opened().read("query", filter=f"changed > {since}", output_fields=["changed"], limit=MOST)
+        self._stamps = {row["changed"] for row in rows}
+        return self._stamps
+
+    def _opened(self) -> Connection:
+        if self._connection is None:
+            raise ValueError(f"the gallery {self.place} is closed")
+        return self._connection
+
+    def _largest_level(self, connection: Connection) -> float:
+        with self._mutex:
+            if self._largest is None or self._largest[0] != connection.looks:
+                self._largest = (connection.looks, largest_level(connection))
+            return self._largest[1]
+
+    def _fetch(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Row]:
+        """Rows of those of these items that are there, by id."""
+        keys = {key: id for id in dict.fromkeys(ids) if (key := _key(id))}
+        step, found = min(_KEYS, page_rows(self.properties, names)), {}
+        for part in (list(keys)[i : i + step] for i in range(0, len(keys), step)):
+            for row in self._query(f"key in {json.dumps(part)}", names):
+                found[keys[row["key"]]] = row
+        return found
+
+    def _some(self, ids: Sequence[str], names: Sequence[str]) -> list[Row]:
+        """Rows of these items; one that is not there is an error."""
+        found = self._fetch(ids, names)
+        for id in ids:
+            if id not in found:
+                raise ValueError(f"there is no item {id!r} in the gallery {self.place}")
+        return [found[id] for id in ids]
+
+    def _pages(self, names: Sequence[str]) -> Iterator[list[Row]]:
+        """All rows, range of keys by range of keys."""
+        parts = max(1, math.ceil(len(self) / page_rows(self.properties, names)))
+        edges = [f'key >= "{i * 2**32 // parts:08x}"' for i in range(1, parts)]
+        for low, high in pairwise(['key >= ""', *edges, ""]):
+            yield self._query(f"{low} and not ({high})" if high else low, names)
+
+    def _all(self, names: Sequence[str]) -> list[Row]:
+        """All rows in the order of their items; our own changes wait, those of others may come in between."""
+        with self._mutex:
+            rows = {row["key"]: row for page in self._pages([*names, "added"]) for row in page}
+        return sorted(rows.values(), key=lambda row: (row["added"], row["key"]))
+
+    def _query(self, condition: str, names: Sequence[str]) -> list[Row]:
+        rows: list[Row] = list(self._opened().read("query", filter=condition, output_fields=["key", *names]))
+        for row in rows if "semantic" in names else ():
+            row["semantic"] = np.array(row["semantic"], FLOAT)  # an eighth of a list of numbers
+        return rows
+
 
 def _stored(connection: Connection) -> int:
     return int(connection.do("get_collection_stats")["row_count"])
+
+
+def _key(id: object) -> str:
+    """The key of an item, empty for what can be none's."""
+    try:
+        return key_of(id) if isinstance(id, str) else ""
+    except UnicodeEncodeError:
+        return ""
+
+
+def _id(row: Row) -> str:
+    try:
+        return read_item(row).id
+    except ValueError:
+        return str(row["key"])
+
+
+def index_parameters(index: str) -> Any:
+    """What an index is made with, as pymilvus takes it."""
+    from pymilvus import MilvusClient  # type: ignore[import-untyped,unused-ignore]
+
+    parameters = MilvusClient.prepare_index_params()
+    parameters.add_index("semantic", index_name="semantic", index_type=index, metric_type="L2", params=BUILD[index])
+    return parameters
+
+
+def search_parameters(index: str, limit: int) -> dict[str, Any]:
+    """How thoroughly an index looks."""
+    own: dict[str, dict[str, int]] = {"HNSW": {"ef": max(_EF, 2 * limit)}, "IVF_FLAT": {"nprobe": _PROBES}}
+    return {"metric_type": "L2", "params": own.get(index, {})}
+
+
+def largest_level(connection: Connection) -> float:
+    """A number that no ‖u‖ is above, at most a fifth too large; found by counting, about nine times."""
+    steps = range(-160, 4 * math.ceil(math.log2(LARGEST)) + 4)
+    first = bisect_left(steps, True, key=lambda step: connection.count(f"level > {2 ** (step / 4)!r}") == 0)
+    return float(2 ** (steps[min(first, len(steps) - 1)] / 4)) * _ROUND
+
+
+class MilvusSearch:
+    """A search of some queries, which have u if there is a metric."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        properties: Properties,
+        index: str,
+        queries: RowVectors,
+        metric: IntrospectiveMetric | None,
+        largest: float,
+    ) -> None:
+        self.connection, self.properties, self.index = connection, properties, index
+        self.queries, self.metric, self.largest = queries, metric, largest
+        self.items: dict[str, Item] = {}  # that were found, by id
+        self.fields = ["key", "semantic", *([] if metric is None else ["uncertainty"]), "item", "added"]
+        self.most = page_rows(properties, self.fields)
+        self.slack = 4 * (properties.dimensions + 32) * 2.0**-24
+
+    @cached_property
+    def count(self) -> int:
+        """How many items there are."""
+        return self.connection.count()
+
+    def top(self, k: int) -> Found:
+        """The k nearest items of every query, or all if there are fewer."""
+        if k > self.most and self.count > self.most:
+            raise ValueError(f"Milvus gives at most {self.most} results of this gallery at a time, got k = {k}")
+        found: list[tuple[list[str], Tensor]] = [([], torch.empty(0))] * len(self.queries.s)
+        todo, limit = list(range(len(found))), min(self.most, k + max(8, k // 8) if self.metric is None else 4 * k + 32)
+        while todo:
+            again = []
+            for part in _split(todo, max(1, min(_QUERIES, self.most // limit))):
+                for i, hits in zip(part, self._candidates(part, limit), strict=True):
+                    ids, distances, sure = self._measured(i, hits, k, limit)
+                    found[i] = ids, distances
+                    again += [] if sure or limit == self.most else [i]
+            todo, limit = again, min(self.most, 4 * limit)
+        width = min((len(ids) for ids, _ in found), default=0)
+        every = [distances[:width] for _, distances in found]
+        return Found([ids[:width] for ids, _ in found], torch.stack(every) if every else torch.empty(0, 0))
+
+    def _candidates(self, part: Sequence[int], limit: int) -> list[list[dict[str, Any]]]:
+        hits: list[list[dict[str, Any]]] = self.connection.read(
+            "search",
+            data=list(self.queries.s[part]),
+            anns_field="semantic",
+            limit=limit,
+            output_fields=self.fields,
+            search_params=search_parameters(self.index, limit),
+        )
+        return hits
+
+    def _measured(self, i: int, hits: list[dict[str, Any]], k: int, limit: int) -> tuple[list[str], Tensor, bool]:
+        """Ids and distances of a query's first k candidates, and whether no other item can be among them."""
+        rows = sorted((hit["entity"] for hit in hits), key=lambda row: (row["added"], row["key"]))
+        u = uncertainty(rows, self.properties) if self.metric is not None else np.empty((len(rows), 0), np.float32)
+        items, q, one = RowVectors.of(semantic(rows, self.properties), u), self.queries, slice(i, i + 1)
+        query = RowVectors(q.s[one], q.s_squares[one], q.u[one], q.u_squares[one])
+        order, distances = ExactSearch(query, items, self.metric).top(k)
+        first = [read_item(rows[row]) for row in order[0].tolist()]
+        self.items.update((item.id, item) for item in first)
+        if self.index != "FLAT":
+            sure = True  # as sure as it gets
+        elif len(hits) < limit:  # all, unless Milvus listed a row twice while it moved it
+            sure = len(hits) >= self.count
+        else:
+            sure = float(distances[0, -1]) * _ROUND < self._beyond(i, max(hit["distance"] for hit in hits))
+        return [item.id for item in first], distances[0], sure
+
+    def _beyond(self, i: int, last: float) -> float:
+        """What every item is farther than that is not among the candidates."""
+        alpha = math.sqrt(max(0.0, last - self.slack))
+        if self.metric is None or alpha == 0:
+            return alpha
+        beta = math.sqrt(self.queries.u_squares[i]) + self.largest
+        return alpha * math.exp(-(beta + self.metric.gamma) / (self.metric.tau * alpha))
+
+
+def _split(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings
+from idml.evaluation.distance_bounds import ExactSearch, Rows, RowVectors
 from idml.files import sync_folder
 from idml.metric import IntrospectiveMetric
 from idml.search.engines.base import (
@@ -34,7 +35,6 @@ from idml.search.engines.base import (
     Item,
     Problem,
     Properties,
-    Rows,
     check_batch,
     check_text,
     item_rows,
@@ -70,7 +70,6 @@ from idml.search.engines.database import (
     to_item,
     to_signed,
 )
-from idml.search.engines.exact import ExactSearch, Side
 from idml.search.engines.item_table import ItemTable
 from idml.search.engines.vector_cache import Matrix, VectorCache, checksums_of, write_rows
 
@@ -670,7 +669,7 @@ class SqliteEngine(Engine):
 
     # ------------------------------------------------------------------ searching
 
-    def _searched(self, metric: bool) -> tuple[ItemTable, Side]:
+    def _searched(self, metric: bool) -> tuple[ItemTable, RowVectors]:
         """The vectors that are searched now; they stay as they are when something changes."""
         connection, table = self._connected(), self._current()
         matrices = []
@@ -695,7 +694,7 @@ class SqliteEngine(Engine):
                 if metric
                 else (s.cache.rows[:n, :0], s.squares[:n])
             )
-            side = Side(s.cache.rows[:n], np.where(live, s.squares[:n], np.inf), *u)
+            side = RowVectors(s.cache.rows[:n], np.where(live, s.squares[:n], np.inf), *u)
             s.side = (table.state.change, metric), side
         return table, s.side[1]
 
@@ -709,7 +708,7 @@ class SqliteEngine(Engine):
             if self._intact(table, side, rows):
                 return out
 
-    def _intact(self, table: ItemTable, side: Side, rows: Numbers) -> bool:
+    def _intact(self, table: ItemTable, side: RowVectors, rows: Numbers) -> bool:
         """Whether the vectors in memory of these rows are what was written; if not, all are going to be read again."""
         kinds = [(side.s, table.semantic)]
         if side.u.shape[1]:

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from idml.search.engines.exact import Side, squares
+from idml.evaluation.distance_bounds import Rows, RowVectors, squares
+from idml.search.engines.base import FLOAT
 from idml.search.engines.item_table import ItemTable
 
-FLOAT = np.dtype("<f4")
-Rows = NDArray[np.float32]
 _BLOCK = 4096  # rows checked at a time
 _ROOM = 8192  # rows mapped beyond those that are there, and a quarter more
 
@@ -123,7 +122,7 @@ class Matrix:
         self.squares = np.zeros(cache.capacity)
         self.end = 0  # positions below it were checked
         self.damaged: list[int] = []
-        self.side: tuple[tuple[int, bool], Side] | None = None  # for which change, with u or without
+        self.side: tuple[tuple[int, bool], RowVectors] | None = None  # for which change, with u or without
 
     def follow(
         self,

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from idml.search.engines import DamagedGallery, Item, Properties
-from idml.search.engines.base import FLOAT, Rows
+from idml.evaluation.distance_bounds import Rows
+from idml.search.engines.base import FLOAT, DamagedGallery, Item, Properties
 
 FORMAT = 1
 LONGEST = 65535  # characters of a text in Milvus
