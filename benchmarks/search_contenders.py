@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 K = 10
 QUERIES = 256
+DURABLE = 64  # vectors that a gallery acknowledges together
 BLOCK = 1 << 14  # vectors made or read at a time
 Figures = dict[str, float]
 Rows = NDArray[np.float32]
@@ -96,13 +97,13 @@ class Ours(Contender):
 
     engine: Any
 
-    def _filled(self, engine: Any) -> Iterator[Figures]:
+    def _filled(self, engine: Any, batch: int) -> Iterator[Figures]:
         from idml.embeddings import Embeddings
         from idml.search.engines import Item
 
         taken, size, told = 0.0, self.size, 0
-        for first in range(0, size.rows, size.batch):
-            vectors = self.read(first, size.batch)
+        for first in range(0, size.rows, batch):
+            vectors = self.read(first, batch)
             items = [
                 Item(
                     id=f"{n:032x}",
@@ -130,23 +131,46 @@ class Ours(Contender):
 
 
 class Embedded(Ours):
-    """The engine of galleries in a folder; exact."""
+    """The SQLite engine of galleries in a folder; exact."""
 
-    needs = ("idml.search.engines.sqlite",)
+    needs: tuple[str, ...] = ("idml.search.engines.sqlite",)
 
-    def fill(self) -> Iterator[Figures]:
-        """As a writer, who forces every batch to the disk."""
-        from idml.search.engines import Properties
+    def _engine(self) -> Any:
         from idml.search.engines.sqlite import SqliteEngine
 
-        with SqliteEngine.create(self.place, Properties("benchmark", self.size.dims)) as engine:
-            yield from self._filled(engine)
+        return SqliteEngine
+
+    def fill(self) -> Iterator[Figures]:
+        """As `idml index` does: every 64 vectors are on the disk before the next ones come."""
+        from idml.search.engines import Properties
+
+        with self._engine().create(self.place, Properties("benchmark", self.size.dims)) as engine:
+            yield from self._filled(engine, DURABLE)
 
     def open(self) -> None:
         """As a reader."""
-        from idml.search.engines.sqlite import SqliteEngine
+        self.engine = self._engine().open(self.place)
 
-        self.engine = SqliteEngine.open(self.place)
+    def add_more(self) -> None:
+        """Add 64 vectors that are near no query, as another process does."""
+        from idml.embeddings import Embeddings
+        from idml.search.engines import Item
+
+        items = [Item(path="", checksum=hashlib.sha256(b"more %d" % n).hexdigest()) for n in range(DURABLE)]
+        opposite = -torch.from_numpy(np.load(self.folder / "queries.npy")).mean(0, keepdim=True)
+        with self._engine().open(self.place, write=True) as engine:
+            engine.add(items, Embeddings.certain(opposite + 0.01 * torch.randn(DURABLE, self.size.dims)))
+
+
+class Old(Embedded):
+    """The engine of galleries in a folder before SQLite, from the source tree that --old names; exact."""
+
+    needs = ("idml.search.engines.embedded",)
+
+    def _engine(self) -> Any:
+        from idml.search.engines.embedded import EmbeddedEngine  # type: ignore[import-not-found]
+
+        return EmbeddedEngine
 
 
 class Milvus(Ours):
@@ -162,7 +186,7 @@ class Milvus(Ours):
 
         properties = Properties("benchmark", self.size.dims)
         with MilvusEngine.create(self.place, properties, index=self.size.milvus) as engine:
-            yield from self._filled(engine)
+            yield from self._filled(engine, self.size.batch)
             started, connection, quiet = time.perf_counter(), engine._opened(), 0
             connection.do("flush", seconds=LONG)
             while quiet < 5:  # it may go on merging what is indexed, and index it anew
@@ -248,6 +272,7 @@ class IVF(Faiss):
 
 CONTENDERS: dict[str, type[Contender]] = {
     "embedded": Embedded,
+    "old": Old,
     "faiss-l2": FlatL2,
     "faiss-ip": FlatIP,
     "faiss-ivf": IVF,

@@ -28,9 +28,11 @@ def answer(contender: Contender) -> Iterator[Figures]:
         yield {"seconds": time.perf_counter() - started}
 
 
-def turns(ours: Sequence[str], theirs: Sequence[str], threads: int, counts: Sequence[int]) -> list[float]:
-    """Our shortest time over theirs, for so many queries at a time; they get so many threads."""
-    env, ratios = {**os.environ, "OMP_NUM_THREADS": str(threads)}, []
+def turns(
+    ours: Sequence[str], theirs: Sequence[str], threads: int, counts: Sequence[int], base: dict[str, str] | None = None
+) -> list[float]:
+    """Our shortest time over theirs, for so many queries at a time; they get so many threads, and this environment."""
+    env, ratios = {**(base or os.environ), "OMP_NUM_THREADS": str(threads)}, []
     with _started(ours, None) as mine, _started(theirs, env) as other:
         for count in counts:
             times: list[list[float]] = []
