@@ -25,7 +25,7 @@ lint: setup
 
 faults: setup
 	IDML_KILLS=20 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py \
-		tests/search/test_kills.py tests/search/test_damage.py tests/search/test_indexing.py tests/search/test_milvus.py tests/test_search_benchmark.py \
+		tests/search/test_kills.py tests/search/test_readers.py tests/search/test_damage.py tests/search/test_indexing.py tests/search/test_milvus.py tests/test_search_benchmark.py \
 		tests/audit/test_decisions.py
 
 bench: setup

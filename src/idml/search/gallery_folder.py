@@ -28,7 +28,7 @@ from PIL import Image
 from idml.calibration.evidence import SEARCHED
 from idml.calibration.stored import Calibration
 from idml.data.images import FORMATS, decode_image
-from idml.files import sync_folder, write_atomic
+from idml.files import lock_file, sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, PRETRAINED
 from idml.search.embedder import ONNX
@@ -147,15 +147,16 @@ class ImageRoots:
 
     def register(self, folder: str) -> str:
         """Return the name of a folder (an absolute path, links resolved); add it to the roots if it is new."""
-        roots = self.read()
-        for name, root in roots.items():
-            if root == folder:
-                return name
-        own = os.path.basename(folder) or "root"
-        taken = {UPLOADS, *roots}
-        name = next(x for n in range(1, len(taken) + 2) if (x := own if n == 1 else f"{own}-{n}") not in taken)
-        write_atomic(self.folder / ROOTS, (json.dumps({**roots, name: folder}, indent=1) + "\n").encode())
-        return name
+        with lock_file(self.folder / f".{ROOTS}.lock"):  # another process may index another folder
+            roots = self.read()
+            for name, root in roots.items():
+                if root == folder:
+                    return name
+            own = os.path.basename(folder) or "root"
+            taken = {UPLOADS, *roots}
+            name = next(x for n in range(1, len(taken) + 2) if (x := own if n == 1 else f"{own}-{n}") not in taken)
+            write_atomic(self.folder / ROOTS, (json.dumps({**roots, name: folder}, indent=1) + "\n").encode())
+            return name
 
     def find_file(self, path: str) -> Path | None:
         """Return the file for an item's path, links resolved; None if it does not exist or is outside its root."""

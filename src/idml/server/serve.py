@@ -36,8 +36,8 @@ def serve(
 ) -> None:
     """Serve a gallery and the page until SIGTERM or SIGINT; then finish open requests and close the gallery.
 
-    The keys come from the environment, `IDML_API_KEY` and `IDML_READ_KEY` (see `idml.server.security`). If another
-    process writes to the gallery, or if it cannot be written, it is served for reading only.
+    The keys come from the environment, `IDML_API_KEY` and `IDML_READ_KEY` (see `idml.server.security`). If the
+    gallery cannot be written, it is served for reading only.
 
     Args:
         location: the gallery, a folder or milvus://host:port/collection.

@@ -111,7 +111,7 @@ class Service:
     def check_writable(self) -> None:
         """Refuse a change if the gallery is open for reading only."""
         if not self.gallery.writable:
-            raise ApiError(403, "the gallery is open for reading only: another process writes to it, or nobody may")
+            raise ApiError(403, "the gallery is open for reading only: its files cannot be written")
 
     async def _change(self, work: Callable[[], object]) -> None:
         self.check_writable()
