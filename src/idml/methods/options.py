@@ -76,8 +76,11 @@ def _replace(options: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _field_texts(options: type) -> dict[str, str]:
-    """The string below each field of the class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+    """The string below each field of the class; none for a class that has no source file."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+    except OSError:
+        return {}
     assert isinstance(body, ast.ClassDef)
     texts = {}
     for statement, after in zip(body.body, body.body[1:], strict=False):
