@@ -1,4 +1,4 @@
-"""A gallery as a whole: its profile, its counts, the model and the calibration that it carries."""
+"""A gallery as a whole: profile, counts, model and calibrations."""
 
 import json
 import random

@@ -215,7 +215,7 @@ def _complete_end(content: bytes) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Open and lock the file; try again if an editor has replaced it meanwhile."""
+    """Open and lock the file; try again if an editor has replaced it before the lock."""
     while True:
         with lock_file(path) as file:
             try:

@@ -77,7 +77,7 @@ class AnswerContext:
 def build_replies(
     engine: Engine, queries: Embeddings, k: int, targets: RiskTargets, context: AnswerContext
 ) -> list[Reply]:
-    """Search the engine and build the reply to each query; raise `GalleryChanged` if the gallery changes meanwhile."""
+    """Search the engine and build the reply to each query; raise `GalleryChanged` if the gallery changes."""
     found = engine.search(queries, max(NEIGHBOURS, k))
     if found.distances.shape[1] == 0:
         raise GalleryChanged

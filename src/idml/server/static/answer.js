@@ -31,8 +31,8 @@ export function showReply(reply) {
   const verdict = make("h3", { className: "verdict" }, words);
   if (label !== null) verdict.append(": ", make("bdi", {}, label));
   const body = make("div", {}, verdict, make("p", { className: "reason" }, sentence(reply.reason)), ...chances(reply));
-  const told = reply.notes.filter((note) => note !== gallery.drift); // shown next to the slider instead
-  for (const note of told) body.append(make("p", { className: "note" }, sentence(note)));
+  const notes = reply.notes.filter((note) => note !== gallery.drift); // shown next to the slider instead
+  for (const note of notes) body.append(make("p", { className: "note" }, sentence(note)));
   body.append(numbers(reply));
   at("answer").removeAttribute("aria-busy");
   at("answer").replaceChildren(make("div", { className: `answer ${look}` }, icon(look), body));
