@@ -77,7 +77,9 @@ def first(runs, spec):
     """The first evaluation, by the command line."""
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr("builtins.print", lambda *words, file=None: said.append((" ".join(map(str, words)), file)))
+        patch.setattr(
+            "builtins.print", lambda *words, file=None, flush=False: said.append((" ".join(map(str, words)), file))
+        )
         assert cli.main(["evaluate", str(runs / "idml"), "--data", spec, "--json"]) == 0
     return json.loads([line for line, file in said if file is None][-1])
 
