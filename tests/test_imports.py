@@ -1,8 +1,9 @@
-"""Importing is cheap, and the rooms of the house import only what they may."""
+"""Importing is cheap, folders import only what they may, and few of our files run for a search or a training step."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,36 +11,79 @@ import pytest
 import idml
 
 SOURCE = Path(idml.__file__).parent
-LOSSES = [f"losses/{path.name}" for path in (SOURCE / "losses").glob("*.py")]
-CORE = ["embeddings.py", "metric.py", "pairwise.py", "labels.py", "mining.py", *LOSSES]
-ALLOWED = (
-    "torch",
-    "idml.errors",
-    "idml.embeddings",
-    "idml.metric",
-    "idml.pairwise",
-    "idml.labels",
-    "idml.mining",
-    "idml.losses",
-)
+CORE = {"embeddings", "labels", "metric", "pairwise", "mining", "losses"}
+TOOLS = {"errors", "progress", "files", "compat", "report_html"}
+MAY_IMPORT = {
+    **{part: CORE for part in CORE},
+    "pml": CORE,
+    "errors": set(),
+    "progress": {"errors"},
+    "files": {"errors", "progress"},
+    "compat": {"errors"},
+    "report_html": {"errors", "files"},
+    "data": CORE | TOOLS,
+    "model": CORE | TOOLS | {"data"},
+    "methods": CORE | {"errors", "model", "data"},
+    "evaluation": CORE | TOOLS | {"data", "model"},
+    "training": CORE | TOOLS | {"data", "model", "methods", "evaluation"},
+    "calibration": CORE | TOOLS | {"data", "model", "evaluation"},
+    "audit": CORE | TOOLS | {"data", "model", "evaluation", "server"},
+    "search": CORE | TOOLS | {"data", "model", "evaluation", "calibration"},
+    "server": CORE | TOOLS | {"data", "calibration", "search"},
+}
+"""Which parts of the package each part may import; cli, demo and reproduction may import everything."""
+UNRESTRICTED = {"cli", "demo", "reproduction", "__init__"}
+
+
+def modules():
+    """All modules of the package by their dotted names."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path, known):
+    """What a file imports of ours: at its top, inside functions and for type checking; with the imported names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "idml")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module.split(".")[0] == "idml":
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    yield (full, "") if full in known else (node.module, alias.name)
+
+
+def part_of(module):
+    """The folder or the root file that a module belongs to."""
+    return module.split(".")[1] if "." in module else "__init__"
 
 
 def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_import_costs_little_beyond_torch():
-    code = (
-        "import torch, time; t = time.perf_counter(); import idml; print(time.perf_counter() - t)\n"
-        "import idml.losses; idml.Embeddings; idml.IntrospectiveMetric; print(time.perf_counter() - t)"
-    )
-    assert any(max(map(float, run(code).split())) < 0.5 for _ in range(2))  # the second time with a warm cache
-
-
 def test_heavy_libraries_wait_until_they_are_used():
     loaded = run("import sys, idml, idml.losses, idml.model; print(' '.join(sorted(sys.modules)))").split()
     for heavy in ("timm", "torchvision", "pytorch_metric_learning", "matplotlib", "PIL"):
         assert heavy not in loaded
+
+
+def test_import_of_the_package_loads_little_beyond_torch():
+    code = "import sys, torch; before = {*sys.modules}; import idml, idml.losses; idml.Embeddings; "
+    loaded = run(f"{code}print(' '.join({{*sys.modules}} - before))").split()
+    foreign = {name.split(".")[0] for name in loaded} - {"idml", "torch"} - sys.stdlib_module_names
+    assert not foreign
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from idml import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nprint(*sys.modules)"
+    loaded = run(code).splitlines()[-1].split()
+    assert "idml.cli" in loaded
+    assert not {"torch", "numpy", "PIL", "timm"} & {*loaded}
 
 
 def test_names_are_resolved_lazily():
@@ -51,12 +95,42 @@ def test_names_are_resolved_lazily():
         idml.Embedding  # noqa: B018
 
 
-@pytest.mark.parametrize("file", CORE)
-def test_the_core_knows_only_torch_and_itself(file):
-    for node in ast.walk(ast.parse((SOURCE / file).read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module]
-        for name in names:
-            known = name.split(".")[0] in sys.stdlib_module_names or name == "idml"
-            assert known or any(name == room or name.startswith(room + ".") for room in ALLOWED), name
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
+def test_each_part_imports_only_what_it_may(part):
+    known = modules()
+    assert {part_of(module) for module in known} <= {*MAY_IMPORT, *UNRESTRICTED}
+    for module, path in known.items():
+        if part_of(module) == part:
+            for imported, _ in imports(path, known):
+                target = part_of(imported)
+                allowed = target == part or target in MAY_IMPORT[part] or imported == "idml"
+                assert allowed, f"{module} imports {imported}"
+
+
+def test_the_core_knows_torch_and_nothing_else_of_others():
+    for module, path in modules().items():
+        if part_of(module) in CORE:
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) else []
+                for name in names:
+                    assert name.split(".")[0] in {"idml", "torch", *sys.stdlib_module_names}, f"{module}: {name}"
+
+
+def test_there_is_no_import_cycle():
+    known = modules()
+    graph = {module: {name for name, _ in imports(path, known) if name in known} for module, path in known.items()}
+    for module, imported in graph.items():
+        imported.discard("idml")  # its names are resolved when they are used
+        assert module not in imported
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
+
+
+def test_no_private_name_is_imported_by_another_file():
+    known = modules()
+    for module, path in known.items():
+        for imported, name in imports(path, known):
+            assert not name.startswith("_") or name.startswith("__"), f"{module} imports {imported}.{name}"
