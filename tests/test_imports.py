@@ -12,11 +12,12 @@ import idml
 
 SOURCE = Path(idml.__file__).parent
 CORE = {"embeddings", "labels", "metric", "pairwise", "mining", "losses"}
-TOOLS = {"errors", "progress", "files", "compat", "report_html"}
+TOOLS = {"errors", "progress", "files", "compat", "report_html", "version"}
 MAY_IMPORT = {
     **{part: CORE | {"errors"} for part in CORE},
     "pml": CORE,
     "errors": set(),
+    "version": set(),
     "progress": {"errors"},
     "files": {"errors", "progress"},
     "compat": {"errors"},
