@@ -58,7 +58,7 @@ def tracer():
 def test_a_function_called_is_counted_and_an_import_is_not(tracer):
     tracer.start()
     sys.modules.pop("idml.pml", None)
-    import idml.pml  # noqa: F401
+    import idml.pml
 
     idml.LabelSets(torch.tensor([0, 1])).matches(idml.LabelSets(torch.tensor([1])))
     tracer.stop()

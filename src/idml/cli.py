@@ -25,6 +25,7 @@ Handler = Callable[[argparse.Namespace], int]
 _GALLERY = "a folder, or milvus://host:port/collection"
 _RUN = "a run directory, or 'pretrained'"
 _SPEC = "data set, as in idml train"
+_SHORT = ("gallery", "search", "export")  # commands that end too soon to use freed memory again
 _LISTED = {"ambiguity": "KIND", "loss_parameters": "NAME=X"}  # options with several values
 
 
@@ -34,22 +35,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _Parser(prog="idml", description="Image search that knows when it does not know.")
     parser.add_argument("--version", action="version", version=f"idml {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _add_train(commands, method_options=given[:1] == ["train"])
-    _add_demo(commands)
-    _add_evaluate(commands)
-    _add_reproduce(commands)
-    _add_calibrate(commands)
-    _add_index(commands)
-    _add_gallery(commands)
-    _add_search(commands)
-    _add_serve(commands)
-    _add_audit(commands)
-    _add_export(commands)
+    parsers: dict[str, Callable[[Any], None]] = {
+        "train": lambda commands: _add_train(commands, method_options=given[:1] == ["train"]),
+        "demo": _add_demo,
+        "evaluate": _add_evaluate,
+        "reproduce": _add_reproduce,
+        "calibrate": _add_calibrate,
+        "index": _add_index,
+        "gallery": _add_gallery,
+        "search": _add_search,
+        "serve": _add_serve,
+        "audit": _add_audit,
+        "export": _add_export,
+    }
+    chosen = given[:1] if given and given[0] in parsers else list(parsers)  # all of them only for the overview
+    for name in chosen:
+        parsers[name](commands)
     options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
         return 0
-    keep_memory()
+    if options.command not in _SHORT:
+        keep_memory()
     try:
         status: int = options.handler(options)
         sys.stdout.flush()
