@@ -94,7 +94,7 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path, monkeypatch):
         except (DamagedGallery, ValueError, OSError):
             pass
         outcomes["one item" if lost <= 1 else "all" if lost == items else "more"] += 1
-    assert outcomes["one item"] > outcomes["more"] + outcomes["all"]
+    assert outcomes["one item"] > outcomes["more"]  # a flipped bit in a cell spares the other items
     assert min(outcomes["harmless"], outcomes["one item"]) * STEP > 400
 
 

@@ -291,10 +291,13 @@ def _require_damage(error: sqlite3.DatabaseError) -> None:
 
 def digests_of(rows: Sequence[Row]) -> NDArray[np.uint64]:
     """A digest of each row of items: odd factors times the CRC-32 of texts, and the numbers, summed modulo 2⁶⁴."""
-    total = np.zeros(len(rows), np.uint64)
-    if not rows:
-        return total
-    position, id, path, label, checksum, level, *crcs = zip(*rows, strict=True)
+    return digests_of_columns(list(zip(*rows, strict=True))) if rows else np.zeros(0, np.uint64)
+
+
+def digests_of_columns(columns: Sequence[Sequence[Any]]) -> NDArray[np.uint64]:
+    """The same of rows that are given as columns."""
+    position, id, path, label, checksum, level, *crcs = columns
+    total = np.zeros(len(position), np.uint64)
     texts = [map(zlib.crc32, id), map(zlib.crc32, path), _labels(label), map(zlib.crc32, checksum)]
     numbers = [position, *texts, np.array(level, np.float32).view(np.uint32), *crcs]
     for factor, column in zip(FACTORS, numbers, strict=True):

@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from idml.search.engines.database import (
     Row,
     State,
     digests_of_any,
+    digests_of_columns,
     first_text,
     read_blocks,
     to_signed,
@@ -105,11 +107,14 @@ class ItemTable:
     def _read(self, connection: sqlite3.Connection, first: int, end: int) -> None:
         self._grow(end)
         for block in read_blocks(connection, "items", f"{ITEM_COLUMNS}, digest", first, end):
+            *columns, digests = zip(*block, strict=True)
+            with suppress(TypeError, ValueError, OverflowError):
+                found = np.array(digests, np.int64).view(np.uint64)
+                if np.array_equal(digests_of_columns(columns), found):
+                    self._put(block, found)
+                    continue
             found = np.array([row[9] if isinstance(row[9], int) else 0 for row in block], np.int64).view(np.uint64)
             intact = digests_of_any([row[:9] for row in block]) == found
-            if intact.all():
-                self._put(block, found)
-                continue
             self._put([row for row, ok in zip(block, intact, strict=True) if ok], found[intact])
             for row in (row for row, ok in zip(block, intact, strict=True) if not ok):
                 self.damaged[row[0]] = first_text(connection, "SELECT id FROM vectors WHERE position = ?", row[0])
@@ -125,7 +130,10 @@ class ItemTable:
             self.ids += [""] * (at[-1] + 1 - len(self.ids))
             for position, name in zip(at, names, strict=True):
                 self.ids[position] = name
-        for position, name in zip(at, names, strict=True):
+        fresh = self.rows.keys().isdisjoint(names) and len(set(names)) == len(names)
+        if fresh:
+            self.rows.update(zip(names, at, strict=True))
+        for position, name in zip(at, names, strict=True) if not fresh else ():
             if (old := self.rows.get(name)) is not None and old != position:
                 if self.live[old]:
                     self.damaged[old] = None  # two rows of one id: one of them is not what was written
