@@ -17,6 +17,7 @@ from idml.calibration.open_set import QueryPool
 from idml.calibration.stored import Calibration
 from idml.model import build_model, fingerprint, save_model
 from idml.search.embedder import open_embedder
+from tracer import MOST_FOR_A_SEARCH, Tracer
 
 CLASSES, EACH = 12, 20
 
@@ -68,7 +69,7 @@ def run(place, tmp_path, monkeypatch, capsys):
     return call
 
 
-def told(answer):
+def result_of(answer):
     """What a command says to a program."""
     status, out, _ = answer
     assert status == 0
@@ -76,13 +77,13 @@ def told(answer):
 
 
 def test_from_a_folder_to_answers(run):
-    made = told(run("index", "run", "photos", "--to", "g", "--json"))
+    made = result_of(run("index", "run", "photos", "--to", "g", "--json"))
     assert made == {
         "new": 240, "replaced": 0, "unchanged": 0, "removed": 0, "broken": 0, "items": 240, "gallery": "g",
     }  # fmt: skip
     assert "240 unchanged" in run("index", "run", "photos", "--to", "g")[1]
     query = "photos/c05/3.png"
-    (reply,) = told(run("search", "g", query, "-k", "3", "--json"))["replies"]
+    (reply,) = result_of(run("search", "g", query, "-k", "3", "--json"))["replies"]
     assert (reply["image"], reply["calibrated"], reply["set_size"]) == (query, True, None)
     assert reply["state"] in ("match", "unsure", "not in the collection")
     assert len(reply["results"]) == 3
@@ -94,48 +95,60 @@ def test_from_a_folder_to_answers(run):
     assert out.count("\n  0.0000  c") == 2  # each finds itself
 
 
+def test_a_search_in_a_calibrated_gallery_runs_few_files(run):
+    result_of(run("index", "run", "photos", "--to", "g", "--json"))
+    tracer = Tracer()
+    tracer.start()
+    status, out, _ = run("search", "g", "photos/c05/3.png", "--max-error", "0.2")
+    tracer.stop()
+    assert status == 0
+    assert "P(right)" in out
+    assert {"calibration/confidence.py", "search/engines/sqlite.py"} <= tracer.files
+    assert len(tracer.files) <= MOST_FOR_A_SEARCH, sorted(tracer.files)
+
+
 def test_lists_that_hold_a_right_image(run):
     """With --max-missed as many results as that takes; where it cannot be promised, the reason."""
-    told(run("index", "run", "photos", "--to", "g", "--json"))
+    result_of(run("index", "run", "photos", "--to", "g", "--json"))
     queries = [f"photos/c{c:02d}/0.png" for c in range(CLASSES)]
-    replies = told(run("search", "g", *queries, "-k", "1", "--max-missed", "0.2", "--json"))["replies"]
+    replies = result_of(run("search", "g", *queries, "-k", "1", "--max-missed", "0.2", "--json"))["replies"]
     sizes = [reply["set_size"] for reply in replies]
     assert all(size >= 1 for size in sizes)
     assert len({*sizes}) > 1
     assert [len(reply["results"]) for reply in replies] == sizes
     _, out, _ = run("search", "g", queries[0], "--max-missed", "0.2")
     assert f"a right one is among the first {sizes[0]} (at most 20% of such lists miss)" in out
-    (reply,) = told(run("search", "g", queries[0], "--max-missed", "0.001", "--json"))["replies"]
+    (reply,) = result_of(run("search", "g", queries[0], "--max-missed", "0.001", "--json"))["replies"]
     assert reply["set_size"] is None
     assert reply["notes"][-1].startswith("cannot promise at most 0.1 % result sets without a right image here: ")
 
 
 def test_looking_after_a_gallery(run):
-    told(run("index", "run", "photos", "--to", "g", "--json"))
-    items = told(run("gallery", "list", "g", "--json"))["items"]
+    result_of(run("index", "run", "photos", "--to", "g", "--json"))
+    items = result_of(run("gallery", "list", "g", "--json"))["items"]
     assert len(items) == 240
     assert items[0] == {"id": items[0]["id"], "path": "photos/c00/0.png", "label": "c00"}
     assert f"{items[0]['id']}  c00  'photos/c00/0.png'" in run("gallery", "list", "g")[1]
     ids = [item["id"] for item in items[:3]]
-    assert told(run("gallery", "label", "g", *ids, "--label", "new", "--json")) == {"changed": 3, "items": 240}
-    assert told(run("gallery", "label", "g", ids[0], "--json")) == {"changed": 1, "items": 240}
-    labels = {item["id"]: item["label"] for item in told(run("gallery", "list", "g", "--json"))["items"]}
+    assert result_of(run("gallery", "label", "g", *ids, "--label", "new", "--json")) == {"changed": 3, "items": 240}
+    assert result_of(run("gallery", "label", "g", ids[0], "--json")) == {"changed": 1, "items": 240}
+    labels = {item["id"]: item["label"] for item in result_of(run("gallery", "list", "g", "--json"))["items"]}
     assert [labels[id] for id in ids] == [None, "new", "new"]
-    assert told(run("gallery", "remove", "g", *ids, "unknown", "--json")) == {"changed": 3, "items": 237}
-    assert told(run("gallery", "verify", "g", "--json")) == {"problems": []}
-    assert told(run("gallery", "compact", "g", "--json"))["items"] == 237
-    assert told(run("gallery", "backup", "g", "b.sqlite", "--json")) == {"file": "b.sqlite", "items": 237}
+    assert result_of(run("gallery", "remove", "g", *ids, "unknown", "--json")) == {"changed": 3, "items": 237}
+    assert result_of(run("gallery", "verify", "g", "--json")) == {"problems": []}
+    assert result_of(run("gallery", "compact", "g", "--json"))["items"] == 237
+    assert result_of(run("gallery", "backup", "g", "b.sqlite", "--json")) == {"file": "b.sqlite", "items": 237}
     with closing(sqlite3.connect("g/gallery.sqlite")) as database:
         database.execute("UPDATE items SET path = x'00' WHERE position = 5")
         database.commit()
     status, out, _ = run("gallery", "verify", "g", "--json")
     assert status == 2
     assert f"gallery.sqlite, item '{items[8]['id']}': the row is damaged" in json.loads(out)["problems"][0]
-    assert told(run("gallery", "remove", "g", items[8]["id"], "--json")) == {"changed": 1, "items": 236}
-    assert told(run("gallery", "verify", "g", "--json")) == {"problems": []}
+    assert result_of(run("gallery", "remove", "g", items[8]["id"], "--json")) == {"changed": 1, "items": 236}
+    assert result_of(run("gallery", "verify", "g", "--json")) == {"problems": []}
     shutil.copy("b.sqlite", "g/gallery.sqlite")  # restored
-    assert told(run("gallery", "verify", "g", "--json")) == {"problems": []}
-    assert len(told(run("gallery", "list", "g", "--json"))["items"]) == 237
+    assert result_of(run("gallery", "verify", "g", "--json")) == {"problems": []}
+    assert len(result_of(run("gallery", "list", "g", "--json"))["items"]) == 237
 
 
 @pytest.mark.parametrize(
@@ -163,7 +176,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(run, command, words, monkeypatc
         monkeypatch.delenv(name, raising=False)
     Path("few/c0").mkdir(parents=True)
     Image.new("RGB", (30, 30), "red").save("few/c0/0.png")
-    told(run("index", "run", "few", "--to", "g", "--json"))
+    result_of(run("index", "run", "few", "--to", "g", "--json"))
     status, out, (line,) = run(*command.split())
     assert (status, out) == (2, "")
     assert line.startswith(f"idml {command.split()[0]}: ")
@@ -172,11 +185,11 @@ def test_a_mistake_is_one_line_and_exit_status_2(run, command, words, monkeypatc
 
 def test_two_writers(run, monkeypatch):
     """They take turns; one that holds the database too long is an error for the other."""
-    from idml.search.engines import database
+    from idml.search.engines import sqlite_storage
     from idml.search.gallery import Gallery
 
-    told(run("index", "run", "photos", "--to", "g", "--json"))
-    monkeypatch.setattr(database, "WAIT", 0.2)
+    result_of(run("index", "run", "photos", "--to", "g", "--json"))
+    monkeypatch.setattr(sqlite_storage, "WAIT", 0.2)
     with Gallery.open("g", write=True):
         for command in ("index run photos --to g", "gallery remove g x", "gallery compact g"):
             assert run(*command.split())[0] == 0
@@ -186,4 +199,4 @@ def test_two_writers(run, monkeypatch):
             status, out, (line,) = run(*command.split())
             assert (status, out) == (2, "")
             assert "was locked by another process for 0.2 seconds; try again later" in line
-        assert len(told(run("gallery", "list", "g", "--json"))["items"]) == 240  # reading goes on
+        assert len(result_of(run("gallery", "list", "g", "--json"))["items"]) == 240  # reading goes on

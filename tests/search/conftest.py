@@ -7,7 +7,7 @@ import pytest
 from made_images import as_items, fit_calibrations, save_run
 from milvus_server import milvus  # noqa: F401 (a fixture)
 
-from idml.search.engines import database
+from idml.search.engines import sqlite_storage
 from idml.search.gallery import Gallery
 
 
@@ -21,7 +21,7 @@ def pytest_runtest_teardown(item, nextitem):
 def _no_waiting(monkeypatch):
     """No fsync: a kill does not need it, only a power failure does, and it takes most of a test's time."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
-    monkeypatch.setattr(database, "SYNCHRONOUS", "OFF")
+    monkeypatch.setattr(sqlite_storage, "SYNCHRONOUS", "OFF")
 
 
 @pytest.fixture(scope="session")

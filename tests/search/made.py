@@ -12,8 +12,8 @@ import torch
 
 from idml.embeddings import Embeddings
 from idml.search.engines import Item, Properties
-from idml.search.engines.database import DATABASE
 from idml.search.engines.sqlite import SqliteEngine
+from idml.search.engines.sqlite_storage import DATABASE
 
 D, U = 4, 3
 PROPERTIES = Properties(model="a model", dimensions=D, uncertainty=U)

@@ -14,9 +14,9 @@ import pytest
 from made import PROPERTIES, batch, damage_value, made, state
 
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import Added, DamagedGallery, database
-from idml.search.engines.database import DATABASE
+from idml.search.engines import Added, DamagedGallery, sqlite_storage
 from idml.search.engines.sqlite import SqliteEngine
+from idml.search.engines.sqlite_storage import DATABASE
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 STEP = 1 if "IDML_KILLS" in os.environ else 61  # of all bytes, every one in make faults
@@ -73,7 +73,7 @@ def outcome(path, expected):
 
 def test_every_flipped_bit_is_found_or_harmless(tmp_path, monkeypatch):
     """In cells, headers of pages, the header of the file, free pages: never a wrong answer."""
-    monkeypatch.setattr(database, "_PAGE", 1024)
+    monkeypatch.setattr(sqlite_storage, "_PAGE", 1024)
     path = tmp_path / "g"
     small(path).close()
     expected, file, chance = everything(path), path / DATABASE, random.Random(0)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from made import Expected, batch, child, expected_after, made, make_change, state
 
-from idml.search.engines.database import DATABASE
 from idml.search.engines.sqlite import SqliteEngine
+from idml.search.engines.sqlite_storage import DATABASE
 
 KILLS = 10 * int(os.environ.get("IDML_KILLS", "1"))  # 200 in make faults
 

@@ -18,7 +18,7 @@ from milvus_server import missing
 
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import DamagedGallery, Properties, database, milvus_schema
+from idml.search.engines import DamagedGallery, Properties, milvus_schema, sqlite_storage
 from idml.search.engines import milvus as milvus_module
 from idml.search.engines.milvus import MilvusEngine, MilvusSearch
 from idml.search.engines.milvus_connection import WRITING, Connection, Place
@@ -110,7 +110,7 @@ def test_both_engines_hold_and_find_the_same(collections, shared_folder):
     @given(changes=st.lists(CHANGES, min_size=3, max_size=9))
     def check(changes):
         folders = Folders(Path(tempfile.mkdtemp(dir=shared_folder)))
-        with mock.patch.object(database, "SYNCHRONOUS", "OFF"):
+        with mock.patch.object(sqlite_storage, "SYNCHRONOUS", "OFF"):
             engines = both(folders, collections)
             for kind, what in changes:
                 results = [outcome(engine, kind, what, queries) for engine in engines]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from made import PROPERTIES, Expected, batch, child, expected_after, made, make_change, state
 
-from idml.search.engines import DamagedGallery, Properties, database
-from idml.search.engines.database import DATABASE
+from idml.search.engines import DamagedGallery, Properties, sqlite_storage
 from idml.search.engines.sqlite import SqliteEngine
+from idml.search.engines.sqlite_storage import DATABASE
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 CHANGES = 150
@@ -155,7 +155,7 @@ def test_several_processes_write_at_once(tmp_path, writers):
 def test_a_database_that_is_locked_too_long(tmp_path, monkeypatch):
     path = tmp_path / "g"
     made(path, 5).close()
-    monkeypatch.setattr(database, "WAIT", 0.2)
+    monkeypatch.setattr(sqlite_storage, "WAIT", 0.2)
     with SqliteEngine.open(path, write=True) as engine:
         before = state(engine)
         other = sqlite3.connect(path / DATABASE, isolation_level=None)

@@ -20,9 +20,9 @@ from made import PROPERTIES, D, Expected, U, batch, expected_after, made, state
 from idml import search
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import Added, Item, Properties, database, sqlite, vector_cache
-from idml.search.engines.database import DATABASE
+from idml.search.engines import Added, Item, Properties, sqlite, sqlite_storage
 from idml.search.engines.sqlite import SqliteEngine
+from idml.search.engines.sqlite_storage import DATABASE
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 
@@ -45,7 +45,7 @@ class Gallery(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.folder = tempfile.mkdtemp()
-        self.patch = mock.patch.object(database, "SYNCHRONOUS", "OFF")
+        self.patch = mock.patch.object(sqlite_storage, "SYNCHRONOUS", "OFF")
         self.patch.start()
         self.engine = SqliteEngine.create(f"{self.folder}/g", PROPERTIES)
         self.expected, self.removed = Expected(), set()
@@ -136,7 +136,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\udc
 @given(id=names, label=names, path=names.filter(lambda p: "\0" not in p and p[0] != "/" and ".." not in p))
 def test_strange_names_come_back(id, label, path):
     item = Item(id=id, label=label, path=path, checksum="0" * 64)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(database, "SYNCHRONOUS", "OFF"):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sqlite_storage, "SYNCHRONOUS", "OFF"):
         with SqliteEngine.create(folder, Properties("m", D)) as engine:
             engine.add([item], batch((1, 0))[1], [b"\xff\xd8"])
             engine.relabel({id: id})
@@ -209,7 +209,7 @@ def test_settings_that_make_changes_durable(tmp_path, monkeypatch):
     monkeypatch.undo()  # without the fixture that turns fsync off
     with made(tmp_path) as engine:
         values = {
-            name: database.first_value(engine._connected(), f"PRAGMA {name}")
+            name: sqlite_storage.first_value(engine._connected(), f"PRAGMA {name}")
             for name in ("journal_mode", "synchronous")
         }
     assert values == {"journal_mode": "wal", "synchronous": 2}
@@ -325,7 +325,7 @@ def test_a_copy_that_changes_under_an_open_gallery(tmp_path):
 
 
 def test_a_gallery_that_grows_beyond_its_mapped_vectors(tmp_path, monkeypatch):
-    monkeypatch.setattr(vector_cache, "_ROOM", 2)
+    monkeypatch.setattr(sqlite_storage, "_ROOM", 2)
     with made(tmp_path) as engine, SqliteEngine.open(tmp_path) as reader:
         for n in range(40):
             engine.add(*batch((n, 0)))

@@ -24,8 +24,8 @@ from idml.model.model import fingerprint_of
 from idml.search.answers import Answer, RiskTargets, State
 from idml.search.embedder import BATCH, Embedder, Runtime, open_embedder
 from idml.search.engines import Added, DamagedGallery, Engine, Item, Properties
-from idml.search.engines.database import is_gallery
 from idml.search.engines.sqlite import SqliteEngine
+from idml.search.engines.sqlite_storage import is_gallery
 from idml.search.gallery_folder import (
     MODEL,
     UPLOADS,

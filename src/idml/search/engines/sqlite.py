@@ -1,7 +1,7 @@
 """The embedded engine: a gallery in a folder, stored in one SQLite database and searched exactly in memory.
 
     gallery.sqlite              the database, the only truth; -wal and -shm beside it are SQLite's while it is in use
-    vectors-1.semantic, …       a disposable copy of the vectors that makes opening fast (see `vector_cache`)
+    vectors-1.semantic, …       a disposable copy of the vectors that makes opening fast (see `VectorCache`)
 
 The ids, levels and checksums of all items are held in memory; a process reads what others have changed from `changes`.
 """
@@ -41,14 +41,18 @@ from idml.search.engines.base import (
     query_rows,
     ranking,
 )
-from idml.search.engines.database import (
+from idml.search.engines.sqlite_storage import (
     DATABASE,
     FACTORS,
     ITEM_COLUMNS,
     REPAIRABLE,
+    ItemTable,
+    Matrix,
     Numbers,
     Row,
     State,
+    VectorCache,
+    checksums_of,
     connect,
     digest_of,
     digests_of,
@@ -69,9 +73,8 @@ from idml.search.engines.database import (
     to_bytes,
     to_item,
     to_signed,
+    write_rows,
 )
-from idml.search.engines.item_table import ItemTable
-from idml.search.engines.vector_cache import Matrix, VectorCache, checksums_of, write_rows
 
 _VECTORS = re.compile(r"vectors-(\d+)\.(semantic|uncertainty)")
 

@@ -1,6 +1,7 @@
-"""The database of a gallery: its tables, how it is opened, and how rows are read and checked.
+"""What a gallery in a folder stores, and what a process holds of it in memory.
 
-The tables:
+Three parts: the database (`connect`, `read_state`, `read_blocks` …), the `ItemTable` of all items in memory, and a
+disposable copy of the vectors (`VectorCache`, `Matrix`). The tables of the database:
 
     properties   one JSON object, stored twice: model, dimensions, uncertainty
     state        one row, stored twice: the number of the last change, of items, the next position, a digest of all rows
@@ -19,11 +20,12 @@ read is left out and the rest is read.
 """
 
 import json
+import mmap
 import os
 import sqlite3
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import groupby
@@ -33,7 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from idml.search.engines.base import DamagedGallery, Item, Properties
+from idml.evaluation.distance_bounds import Rows, RowVectors, squares
+from idml.search.engines.base import FLOAT, DamagedGallery, Item, Problem, Properties
 
 DATABASE = "gallery.sqlite"
 FORMAT = 2
@@ -361,3 +364,276 @@ def ranges_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         yield members[0], members[-1]
+
+
+# -------------------- items in memory --------------------
+
+
+_MORE = 1024  # positions more than are needed
+
+
+class ItemTable:
+    """All items in memory, by position, without paths and labels; it follows the changes of other processes."""
+
+    def __init__(self, connection: sqlite3.Connection, state: State) -> None:
+        self.state = state
+        self.ids: list[str] = []
+        self.rows: dict[str, int] = {}
+        """The positions of intact items by id, in ascending order."""
+        self.damaged: dict[int, str | None] = {}
+        """Positions of rows that are not what was written, with their ids where these are known; −1: rows are lost."""
+        self.live = np.zeros(0, np.bool_)
+        self.digests = np.zeros(0, np.uint64)
+        self.semantic, self.uncertainty = np.zeros(0, np.uint32), np.zeros(0, np.uint32)
+        self.levels = np.zeros(0, np.float32)
+        self._total = 0
+        self._read(connection, 0, state.next)
+        if not self.agrees():
+            self._name_damage(connection)
+
+    def __len__(self) -> int:
+        """The number of items, damaged ones too."""
+        return len(self.rows) + sum(position >= 0 for position in self.damaged)
+
+    @property
+    def digest(self) -> int:
+        """The sum of the digests of intact rows, modulo 2⁶⁴, as a signed number."""
+        return to_signed(self._total)
+
+    def agrees(self) -> bool:
+        """Whether the rows are those that the state speaks of."""
+        return not self.damaged and len(self.rows) == self.state.items and self.digest == self.state.digest
+
+    def crcs(self, kind: str) -> NDArray[np.uint32]:
+        """The CRC-32 of the vectors s or u."""
+        return self.semantic if kind == "semantic" else self.uncertainty
+
+    def find(self, id: str) -> int | None:
+        """The position of an item, also of a damaged one; an error if it may be one whose id is unknown."""
+        position = self.rows.get(id)
+        if position is None and self.damaged:
+            position = next((place for place, own in self.damaged.items() if own == id), None)
+            if position is None and None in self.damaged.values():
+                raise DamagedGallery(LOST_ROWS)
+        return position
+
+    def problem(self, file: str, position: int) -> Problem:
+        """What is wrong with a position."""
+        id = self.damaged[position]
+        return Problem(file, id, LOST_ROWS if id is None else REPAIRABLE.format("row"))
+
+    def problems(self, file: str) -> list[Problem]:
+        """What is wrong with all positions."""
+        return list(dict.fromkeys(self.problem(file, position) for position in sorted(self.damaged)))
+
+    def follow(self, connection: sqlite3.Connection, state: State) -> bool:
+        """Read what has changed; whether that was possible and adds up to the state."""
+        mine = self.state
+        if state.generation != mine.generation or not state.oldest - 1 <= mine.change <= state.change:
+            return False
+        ranges = connection.execute("SELECT first, last FROM changes WHERE change > ?", (mine.change,)).fetchall()
+        for first, last in ranges:
+            if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < state.next):
+                return False
+            self.read(connection, first, last)
+        self.state = state
+        return self.agrees()
+
+    def read(self, connection: sqlite3.Connection, first: int, last: int) -> None:
+        """Read the rows of some positions again: they were added, changed or removed."""
+        before = first + np.flatnonzero(self.live[first : last + 1])
+        self.live[before] = False
+        self._total -= int(self.digests[before].sum(dtype=np.uint64))
+        for position in [position for position in self.damaged if first <= position <= last]:
+            del self.damaged[position]
+        self._read(connection, first, last + 1)
+        for position in before[~self.live[before]].tolist():
+            if self.rows.get(self.ids[position]) == position:
+                del self.rows[self.ids[position]]
+
+    def _read(self, connection: sqlite3.Connection, first: int, end: int) -> None:
+        self._grow(end)
+        for block in read_blocks(connection, "items", f"{ITEM_COLUMNS}, digest", first, end):
+            *columns, digests = zip(*block, strict=True)
+            with suppress(TypeError, ValueError, OverflowError):
+                found = np.array(digests, np.int64).view(np.uint64)
+                if np.array_equal(digests_of_columns(columns), found):
+                    self._put(block, found)
+                    continue
+            found = np.array([row[9] if isinstance(row[9], int) else 0 for row in block], np.int64).view(np.uint64)
+            intact = digests_of_any([row[:9] for row in block]) == found
+            self._put([row for row, ok in zip(block, intact, strict=True) if ok], found[intact])
+            for row in (row for row, ok in zip(block, intact, strict=True) if not ok):
+                self.damaged[row[0]] = first_text(connection, "SELECT id FROM vectors WHERE position = ?", row[0])
+
+    def _put(self, block: Sequence[Row], digests: NDArray[np.uint64]) -> None:
+        if not block:
+            return
+        at, ids, _, _, _, levels, semantic, uncertainty, _, _ = zip(*block, strict=True)
+        places, names = np.array(at), [id.decode("utf-8", "surrogateescape") for id in ids]
+        if at[0] == len(self.ids) and places[-1] - places[0] == len(at) - 1:
+            self.ids += names
+        else:
+            self.ids += [""] * (at[-1] + 1 - len(self.ids))
+            for position, name in zip(at, names, strict=True):
+                self.ids[position] = name
+        fresh = self.rows.keys().isdisjoint(names) and len(set(names)) == len(names)
+        if fresh:
+            self.rows.update(zip(names, at, strict=True))
+        for position, name in zip(at, names, strict=True) if not fresh else ():
+            if (old := self.rows.get(name)) is not None and old != position:
+                if self.live[old]:
+                    self.damaged[old] = None  # two rows of one id: one of them is not what was written
+                del self.rows[name]  # it comes last now
+            self.rows[name] = position
+        self.live[places], self.levels[places] = True, levels
+        self.semantic[places], self.uncertainty[places] = semantic, uncertainty
+        self.digests[places] = digests
+        self._total += int(digests.sum(dtype=np.uint64))
+
+    def _grow(self, end: int) -> None:
+        if end > len(self.live):
+            more = end + end // 4 + _MORE - len(self.live)
+            for name in ("live", "digests", "semantic", "uncertainty", "levels"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
+
+    def _name_damage(self, connection: sqlite3.Connection) -> None:
+        """Find out which items are damaged or lost, by the ids beside their vectors."""
+        for block in read_blocks(connection, "vectors", "position, id", 0, self.state.next):
+            for position, id in block:
+                if not self.live[position]:
+                    self.damaged[position] = to_text(id)
+        for position, id in self.damaged.items():
+            if id in self.rows:
+                self.damaged[position] = None
+        if len(self) != self.state.items or (not self.damaged and self.digest != self.state.digest):
+            self.damaged[-1] = None
+
+
+# -------------------- vectors in memory --------------------
+# A disposable copy of a gallery's vectors, memory-mapped, so that a large gallery opens quickly.
+#
+# The file holds float32 rows; the row of the item at position p begins at byte p · dimensions · 4. It has no header and
+# needs no lock: the vectors of a position never change, so every process writes the same bytes. Each row is compared
+# with its CRC-32 in the database before it is used. A row that differs (not written yet, cut short by a kill, damaged)
+# is read from the database and written again. The file may be deleted at any time.
+
+
+_CHECKED = 4096  # rows checked at a time
+_ROOM = 8192  # rows mapped beyond those that are there, and a quarter more
+
+
+def write_rows(path: Path, first: int, rows: Rows) -> None:
+    """Write the vectors of positions ``first``, ``first`` + 1, … to the file; if that fails, they are just missing."""
+    with suppress(OSError):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _write(file, rows, first * rows.shape[1] * FLOAT.itemsize)
+        finally:
+            os.close(file)
+
+
+def checksums_of(rows: Iterable[Rows]) -> NDArray[np.uint32]:
+    """The CRC-32 of each row."""
+    return np.fromiter((zlib.crc32(row.data) for row in rows), np.uint32)
+
+
+class VectorCache:
+    """The mapped rows of a file. ``rows[p]`` is valid for the positions that `check` was called with.
+
+    Pages are private copies on write: a row that cannot be written to the file is held in memory.
+    """
+
+    def __init__(self, path: Path, dimensions: int, count: int) -> None:
+        self.path, self.dimensions = path, dimensions
+        self.capacity = count + count // 4 + _ROOM
+        self.rows: Rows = self._map()
+
+    def _map(self) -> Rows:
+        shape, size = (self.capacity, self.dimensions), self.capacity * self.dimensions * FLOAT.itemsize
+        with suppress(OSError):
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(file, size - 1, 1)  # makes it longer, never shorter, and writes nothing else
+                content = mmap.mmap(file, size, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(file)
+            return np.frombuffer(content, FLOAT).reshape(shape)
+        return np.zeros(shape, FLOAT)  # a folder that cannot be written: in memory alone
+
+    def check(
+        self,
+        positions: NDArray[np.int64],
+        checksums: NDArray[np.uint32],
+        read: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]],
+    ) -> list[int]:
+        """Make the rows of these positions valid; ``read`` gives vectors from the database.
+
+        Returns the positions whose vectors are damaged in the database too.
+        """
+        damaged: list[int] = []
+        for first in range(0, len(positions), _CHECKED):
+            some, expected = positions[first : first + _CHECKED], checksums[first : first + _CHECKED]
+            stale = some[self.differing(some, expected)]
+            if not len(stale):
+                continue
+            wanted, found = dict(zip(some.tolist(), expected.tolist(), strict=True)), {}
+            for position, data in read(stale.tolist()):
+                if len(data) == self.dimensions * FLOAT.itemsize and zlib.crc32(data) == wanted.get(position):
+                    found[position] = np.frombuffer(data, FLOAT)
+            damaged += [position for position in stale.tolist() if position not in found]
+            self._replace(found)
+        return damaged
+
+    def differing(self, positions: NDArray[np.int64], checksums: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Which of these rows are not what was written."""
+        if len(positions) and positions[-1] - positions[0] == len(positions) - 1:
+            found = checksums_of(self.rows[positions[0] : positions[-1] + 1])
+        else:
+            found = checksums_of(self.rows[position] for position in positions.tolist())
+        different: NDArray[np.bool_] = found != checksums
+        return different
+
+    def _replace(self, found: dict[int, Rows]) -> None:
+        """Write vectors by position, neighbours together."""
+        for _, run in groupby(enumerate(sorted(found)), lambda pair: pair[1] - pair[0]):
+            positions = [position for _, position in run]
+            rows = np.stack([found[position] for position in positions])
+            write_rows(self.path, positions[0], rows)
+            mapped = self.rows[positions[0] : positions[-1] + 1]
+            if mapped.tobytes() != rows.tobytes():
+                mapped[:] = rows
+
+
+def _write(file: int, rows: Rows, place: int) -> None:
+    data = np.ascontiguousarray(rows, FLOAT).data.cast("B")
+    while len(data):
+        written = os.pwrite(file, data, place)
+        data, place = data[written:], place + written
+
+
+class Matrix:
+    """The vectors of one kind in memory, with their squared lengths by position."""
+
+    def __init__(self, cache: VectorCache) -> None:
+        self.cache = cache
+        self.squares = np.zeros(cache.capacity)
+        self.end = 0  # positions below it were checked
+        self.damaged: list[int] = []
+        self.side: tuple[tuple[int, bool], RowVectors] | None = None  # for which change, with u or without
+
+    def follow(
+        self,
+        table: ItemTable,
+        crcs: NDArray[np.uint32],
+        read: Callable[[Sequence[int]], list[tuple[int, bytes]]],
+    ) -> None:
+        """Check the vectors of items that came since the last call."""
+        fresh = self.end + np.flatnonzero(table.live[self.end : table.state.next])
+        lost = self.cache.check(fresh, crcs[fresh], read)
+        self.damaged = [position for position in self.damaged if table.live[position]] + lost
+        for first in range(self.end, table.state.next, _CHECKED):
+            rows = slice(first, min(first + _CHECKED, table.state.next))
+            self.squares[rows] = squares(self.cache.rows[rows])
+        self.end = table.state.next
