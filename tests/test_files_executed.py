@@ -35,14 +35,19 @@ def test_a_function_called_is_counted_and_an_import_is_not(tracer):
     assert "pml.py" not in tracer.files
 
 
+def save_images(folder, classes, each):
+    """Noise as image files, one sub-folder a class."""
+    noise = np.random.default_rng(0)
+    for label in "abcdefgh"[:classes]:
+        (folder / label).mkdir(parents=True)
+        for number in range(each):
+            Image.fromarray(noise.integers(0, 256, (32, 32, 3), np.uint8)).save(folder / label / f"{number}.png")
+
+
 def test_a_search_runs_few_files(tracer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_model(build_model("conv4", embedding_dim=16, image_size=28), Path("run"))
-    noise = np.random.default_rng(0)
-    for label in ("a", "b"):
-        Path("photos", label).mkdir(parents=True)
-        for number in range(3):
-            Image.fromarray(noise.integers(0, 256, (32, 32, 3), np.uint8)).save(f"photos/{label}/{number}.png")
+    save_images(Path("photos"), classes=2, each=3)
     assert cli.main(["index", "run", "photos", "--to", "gallery"]) == 0
     tracer.start()
     assert cli.main(["search", "gallery", "photos/a/0.png"]) == 0
@@ -52,6 +57,10 @@ def test_a_search_runs_few_files(tracer, tmp_path, monkeypatch, capsys):
     assert len(tracer.files) <= MOST_FOR_A_SEARCH, sorted(tracer.files)
 
 
+class EnoughTracedError(Exception):
+    """Ends a run after its second step."""
+
+
 @pytest.mark.parametrize("method", ["plain", "idml"])
 def test_a_training_step_runs_few_files(tracer, tmp_path, method):
     def report(row):
@@ -59,17 +68,13 @@ def test_a_training_step_runs_few_files(tracer, tmp_path, method):
             tracer.start()
         elif row.get("step") == 2:
             tracer.stop()
+            raise EnoughTracedError
 
-    options = {
-        "data": "glyphs",
-        "trunk": "conv4",
-        "loss": "proxy_anchor",
-        "epochs": 1,
-        "batch_size": 64,
-        "image_size": 28,
-    }
-    options |= {"method": method, "embedding_dim": 16, "out": str(tmp_path / "run")}
-    train(from_dict(options), report=report, pages=False)
+    save_images(tmp_path / "photos", classes=8, each=6)
+    options = {"data": f"folder:{tmp_path / 'photos'}", "split": "all", "trunk": "conv4", "loss": "proxy_anchor"}
+    options |= {"method": method, "embedding_dim": 16, "image_size": 28, "batch_size": 8, "holdout": 0.0}
+    with pytest.raises(EnoughTracedError):
+        train(from_dict({**options, "out": str(tmp_path / "run")}), report=report, pages=False)
     beside = {file for file in tracer.files if not file.startswith(("methods/", "losses/"))}
-    assert "training/loop.py" in beside or "training/step.py" in beside
+    assert {"training/loop.py", "training/step.py"} & beside
     assert len(beside) <= MOST_FOR_A_STEP, sorted(beside)

@@ -269,7 +269,7 @@ def test_pretrained(cache, monkeypatch):
         ModelConfig("conv4", 256, image_size=28),
     )
     network = export._Network(trunk, {}).eval()
-    monkeypatch.setattr(export, "_network", lambda run: (network, config, fingerprint_of(run)))
+    monkeypatch.setattr(export, "_load_network", lambda run: (network, config, fingerprint_of(run)))
     embedder = OnnxEmbedder("pretrained")
     assert (embedder.fingerprint, embedder.dimensions, embedder.uncertainty) == (fingerprint_of("pretrained"), 256, 0)
     with torch.no_grad():
