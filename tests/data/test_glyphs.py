@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
@@ -47,16 +46,9 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def built(cache):
-    """The data set as it was drawn, and the seconds that took."""
-    start = time.perf_counter()
-    dataset = load_glyphs(cache=cache)
-    return dataset, time.perf_counter() - start
-
-
-@pytest.fixture(scope="session")
-def dataset(built):
-    return built[0]
+def dataset(cache):
+    """The data set as it was drawn."""
+    return load_glyphs(cache=cache)
 
 
 @pytest.fixture(scope="session")
@@ -229,16 +221,9 @@ def test_the_half_of_a_group_is_the_same_everywhere():
 # ---- the cache
 
 
-def test_a_cached_load_equals_a_built_one_and_is_much_faster(built, cache, monkeypatch):
-    dataset, seconds = built
+def test_a_cached_load_equals_a_built_one_and_draws_nothing(dataset, cache, monkeypatch):
     monkeypatch.setattr(glyphs, "draw", None)
-    took = []
-    for _ in range(2):
-        start = time.perf_counter()
-        again = load_glyphs(cache=cache)
-        took.append(time.perf_counter() - start)
-    assert digest(again) == digest(dataset)
-    assert min(took) < seconds / 4
+    assert digest(load_glyphs(cache=cache)) == digest(dataset)
     assert [path.suffix for path in cache.iterdir()] == [".npz"]
 
 

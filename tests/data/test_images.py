@@ -1,7 +1,6 @@
 """Decoding images: every mode as the eye sees it, hostile and broken files refused in one line with their name."""
 
 import struct
-import time
 import tracemalloc
 import warnings
 import zlib
@@ -9,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 from idml.data import images
 from idml.data.augment import View
@@ -215,15 +214,14 @@ def bomb(path, side):
 
 
 @pytest.mark.parametrize("side", [10_000, 30_000])
-def test_decompression_bomb(tmp_path, side):
+def test_decompression_bomb(tmp_path, monkeypatch, side):
     assert np.array_equal(pixels(bomb(tmp_path / "small.png", 1000)), np.zeros((1000, 1000, 3)))  # it is a picture
     path = bomb(tmp_path / "bomb.png", side)
     assert path.stat().st_size < 1_000_000
-    start = time.perf_counter()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)  # it is refused before a pixel is decoded
     with warnings.catch_warnings(record=True) as seen:
         refused(path, "10000×10000 pixels, more than 64,000,000" if side == 10_000 else "900000000 pixels")
     assert not seen
-    assert time.perf_counter() - start < 2  # decoding it would take far longer
 
 
 @pytest.mark.parametrize("name", ["a b.png", "ça 画 é.png", "-n.png", "two\nlines.png"])

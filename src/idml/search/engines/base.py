@@ -189,11 +189,13 @@ class Engine(Protocol):
 
     def __contains__(self, id: object) -> bool: ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
 def item_rows(embeddings: Embeddings, properties: Properties) -> tuple[list[Rows], list[float]]:

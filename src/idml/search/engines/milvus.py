@@ -27,8 +27,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -319,14 +318,6 @@ class MilvusEngine(Engine):
 
     def __contains__(self, id: object) -> bool:
         return isinstance(id, str) and id in self._fetch([id], ["level"])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"MilvusEngine({str(self.place)!r}, {self.properties}, index={self.index!r})"

@@ -15,8 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -472,7 +471,7 @@ class SqliteEngine(Engine):
                 yield Problem(file, table.ids[position], "the vector is missing")
             if crcs.get(position) and position not in seen["thumbnails"]:
                 yield Problem(file, table.ids[position], "the thumbnail is missing")
-        for kind, expected in kinds:  # the copies are mended in passing
+        for kind, expected in kinds:  # repair the copies too
             cache = VectorCache(self._vectors_file(kind, table.state.generation), self._width(kind), table.state.next)
             cache.check(positions, expected[positions], self._reader(connection, kind))
 
@@ -508,14 +507,6 @@ class SqliteEngine(Engine):
     def __contains__(self, id: object) -> bool:
         with self._reading():
             return isinstance(id, str) and self._current().find(id) is not None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"SqliteEngine({str(self.path)!r}, {self.properties})"
