@@ -38,7 +38,8 @@ def test_demo(few_glyphs, tmp_path, capsys):
     counts = results["search"]["counts"]
     assert counts["known"]["match"] > counts["known"]["queries"] / 2 > counts["known"]["wrong matches"]
     assert counts["unknown"]["match"] == counts["unknown"]["wrong matches"] < counts["unknown"]["queries"] / 2
-    assert {sample["state"] for sample in results["search"]["samples"]} == {"match", "unsure", "not in the collection"}
+    given = {state for state in ("match", "unsure", "not in the collection") if any(c[state] for c in counts.values())}
+    assert {sample["state"] for sample in results["search"]["samples"]} == given >= {"match", "not in the collection"}
     trained = [(out / method / "log.jsonl").stat().st_mtime_ns for method in ("plain", "idml")]
     assert cli.main(["demo", "--out", str(out)]) == 0
     assert [(out / method / "log.jsonl").stat().st_mtime_ns for method in ("plain", "idml")] == trained

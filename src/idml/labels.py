@@ -134,6 +134,11 @@ class LabelSets:
         return f"LabelSets({len(self)} images: {shown}{', …' if len(self) > 4 else ''})"
 
 
-def pair_masks(matches: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positive and the negative pairs of a batch against itself; no image is paired with itself."""
+def pair_masks(matches: Tensor, others: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the positive and the negative pairs of a batch against itself; no image is paired with itself.
+
+    With ``others`` the columns are other images than the rows, so every pair counts.
+    """
+    if others:
+        return matches.clone(), ~matches
     return matches.clone().fill_diagonal_(False), (~matches).fill_diagonal_(False)

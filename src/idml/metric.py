@@ -89,12 +89,20 @@ class IntrospectiveMetric:
 
     @torch.no_grad()
     def weights(self, embeddings: Embeddings, other: Embeddings | None = None) -> Tensor:
-        """Return the factor e^(−x) by which each pair's discrepancy is softened [n, m]; 1 means the plain metric."""
+        """Return the factor that the rule gives to each pair [n, m]; 1 means the plain metric.
+
+        It is e^(−x) for the rules `similar` (before ``fit`` divides by the mean) and `dissimilar`, 0 or 1 for `strict`,
+        and for `release` the factor in its own formula.
+        """
         _check(embeddings, other)
+        if self.rule == "release":
+            return _release_exponents(embeddings, other).exp()
         alpha = alphas(embeddings, other)
         if self.rule == "off":
             return torch.ones_like(alpha)
         beta = betas(embeddings, other)
+        if self.rule == "strict":
+            return (alpha > beta + self.gamma).to(alpha.dtype)
         return torch.exp(-(beta + self.gamma) / (self.tau * alpha.clamp_min(_NO_GAP)))
 
     def _pairs(self, form: Form, a: Embeddings | Tensor, b: Embeddings | Tensor | None) -> Tensor:
@@ -216,19 +224,24 @@ def _release(e: Embeddings, other: Embeddings | None) -> Tensor:
     C' = 1 − (1 − C)·exp(−(‖û₁ + û₂‖² + 4) / (5·‖ŝ − p‖²)). With û₂ = 0 the exponent is 1/‖ŝ − p‖² and u
     gets no gradient: it cannot learn. Kept for comparison only.
     """
+    cos = plain_cosines(e, other)
+    return cos - (1.0 - cos) * torch.expm1(_release_exponents(e, other))
+
+
+def _release_exponents(e: Embeddings, other: Embeddings | None) -> Tensor:
+    """Return −(‖û₁ + û₂‖² + 4) / (5·‖ŝ − p‖²) of every pair."""
 
     def with_unit_uncertainty(x: Embeddings) -> Embeddings:
         return Embeddings(full_precision(x.semantic), unit_rows(x.uncertainty, "uncertainty"))
 
-    cos = plain_cosines(e, other)
     if other is None:
-        gap, partner = 2.0 - 2.0 * cos, None
+        gap, partner = 2.0 - 2.0 * plain_cosines(e), None
     else:
         unit, raw = _common(e.unit, full_precision(other.semantic))
         gap = 1.0 + raw.square().sum(dim=1) - 2.0 * (unit @ raw.T)
         partner = with_unit_uncertainty(other)
     beta_squared = betas(with_unit_uncertainty(e), partner).square()
-    return cos - (1.0 - cos) * torch.expm1(-(beta_squared + _RELEASE_GAMMA) / (_RELEASE_TAU * gap.clamp_min(_NO_GAP)))
+    return -(beta_squared + _RELEASE_GAMMA) / (_RELEASE_TAU * gap.clamp_min(_NO_GAP))
 
 
 def _check(e: Embeddings, other: Embeddings | None) -> None:

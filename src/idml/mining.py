@@ -1,6 +1,7 @@
 """Miners: they choose the pairs of a batch that a loss uses.
 
 Miners read the loss's own pair matrix (D or C', not α), pass no gradient and use a few [n, n] tensors at most.
+With ``others`` the columns of the matrix are other images than its rows; else an image is never paired with itself.
 """
 
 import torch
@@ -10,14 +11,14 @@ from idml.labels import pair_masks
 
 
 @torch.no_grad()
-def semihard(distances: Tensor, matches: Tensor, margin: float) -> tuple[Tensor, Tensor]:
+def semihard(distances: Tensor, matches: Tensor, margin: float, others: bool = False) -> tuple[Tensor, Tensor]:
     """Semi-hard triplets (a, p, n): D_ap < D_an < D_ap + margin, counted instead of listed.
 
     The triplet loss Σ (D_ap − D_an + margin) is linear in D. So it needs only how often each pair occurs in a
     triplet, a matrix [n, n] of counts, positive for (a, p) and negative for (a, n), and the number of triplets.
     Negatives are sorted once per anchor; every positive then finds its range by bisection.
     """
-    positive, negative = pair_masks(matches)
+    positive, negative = pair_masks(matches, others)
     ordered, order = distances.masked_fill(~negative, torch.inf).sort(dim=1)
     start = torch.searchsorted(ordered, distances, right=True)  # the first negative beyond the positive
     stop = torch.searchsorted(ordered, distances + margin)
@@ -30,13 +31,13 @@ def semihard(distances: Tensor, matches: Tensor, margin: float) -> tuple[Tensor,
 
 
 @torch.no_grad()
-def multi_similarity(cosines: Tensor, matches: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def multi_similarity(cosines: Tensor, matches: Tensor, epsilon: float, others: bool = False) -> tuple[Tensor, Tensor]:
     """Return the informative pairs of Wang et al. (2019), as two masks [n, n].
 
     A positive is kept if C_ap − ε < the largest negative of its anchor; a negative if C_an + ε > the
     smallest positive of its anchor.
     """
-    positive, negative = pair_masks(matches)
+    positive, negative = pair_masks(matches, others)
     hardest_negative = cosines.masked_fill(~negative, -torch.inf).amax(dim=1, keepdim=True)
     hardest_positive = cosines.masked_fill(~positive, torch.inf).amin(dim=1, keepdim=True)
     return (
@@ -58,6 +59,7 @@ def distance_weighted(
     distances: Tensor,
     matches: Tensor,
     dim: int,
+    others: bool = False,
     *,
     closest: float = 0.5,
     farthest: float = 1.4,
@@ -69,7 +71,7 @@ def distance_weighted(
     the pairs (anchors, negatives), in the order of the positive pairs; an anchor with no negative in
     reach draws none. ``seed`` fixes the draw; without it torch's global generator is used.
     """
-    positive, negative = pair_masks(matches)
+    positive, negative = pair_masks(matches, others)
     reachable = negative & (distances <= farthest)
     d = distances.clamp(closest, farthest)
     weight = log_inverse_density(d, dim).masked_fill(~reachable, -torch.inf)

@@ -485,3 +485,11 @@ def test_partners_are_of_another_class(labels, seed):
 def test_bad_views(arguments, words):
     with pytest.raises(ValueError, match=words):
         View(*arguments)
+
+
+@pytest.mark.parametrize("beta", [0.5, 2.0, 8.0])
+def test_the_share_of_the_first_image_is_drawn_from_beta(beta):
+    images, labels = torch.zeros(2, 1, 1, 1), torch.tensor([0, 1])
+    drawn = [apply_ambiguity(images, labels, ("mixup",), beta=beta, seed=0, epoch=0, step=i).lam for i in range(2000)]
+    assert stats.kstest(drawn, "beta", (beta, beta)).pvalue > 0.01
+    assert stats.kstest(drawn, "uniform").pvalue < 0.01

@@ -89,59 +89,61 @@ def log_one_plus(terms):
     return torch.log(1 + sum(terms)) if terms else 0.0
 
 
-def positives(i, sets):
-    return [j for j in range(len(sets)) if j != i and sets[i] & sets[j]]
+def partners(i, sets, columns=None):
+    """The places of the images that image i is compared with: all others of its batch, or all ``columns``."""
+    return [j for j in range(len(sets)) if j != i] if columns is None else list(range(len(columns)))
 
 
-def negatives(i, sets):
-    return [j for j in range(len(sets)) if j != i and not sets[i] & sets[j]]
+def positives(i, sets, columns=None):
+    others = sets if columns is None else columns
+    return [j for j in partners(i, sets, columns) if sets[i] & others[j]]
 
 
-# --- losses over pairs: values[i][j], sets[i] ---
+def negatives(i, sets, columns=None):
+    others = sets if columns is None else columns
+    return [j for j in partners(i, sets, columns) if not sets[i] & others[j]]
 
 
-def triplet_semihard(d, sets, margin=0.1):
+# --- losses over pairs: values[i][j], sets[i]; columns[j] are the sets of other images, if j are other images ---
+
+
+def triplet_semihard(d, sets, margin=0.1, columns=None):
     terms = []
     for a in range(len(sets)):
-        for p in positives(a, sets):
-            for n in negatives(a, sets):
+        for p in positives(a, sets, columns):
+            for n in negatives(a, sets, columns):
                 if d[a][p] < d[a][n] < d[a][p] + margin:
                     terms.append(d[a][p] - d[a][n] + margin)
     return mean(terms)
 
 
-def contrastive(d, sets, positive_margin=0.0, negative_margin=0.5):
+def contrastive(d, sets, positive_margin=0.0, negative_margin=0.5, columns=None):
     pulls, pushes = [], []
     for i in range(len(sets)):
-        for j in range(len(sets)):
-            if i == j:
-                continue
-            if sets[i] & sets[j]:
-                pulls.append(d[i][j] - positive_margin)
-            else:
-                pushes.append(negative_margin - d[i][j])
+        pulls += [d[i][j] - positive_margin for j in positives(i, sets, columns)]
+        pushes += [negative_margin - d[i][j] for j in negatives(i, sets, columns)]
     return mean_of_positive(pulls) + mean_of_positive(pushes)
 
 
-def margin_dw(d, sets, sampled, beta=1.2, margin=0.2):
+def margin_dw(d, sets, sampled, beta=1.2, margin=0.2, columns=None):
     """``sampled`` lists the (anchor, negative) pairs; a pair drawn twice counts twice."""
     terms = []
     for i in range(len(sets)):
-        for j in positives(i, sets):
+        for j in positives(i, sets, columns):
             terms.append(d[i][j] - (beta - margin))
     for i, j in sampled:
         terms.append((beta + margin) - d[i][j])
     return mean_of_positive(terms)
 
 
-def fast_ap(d, sets, bins=10):
+def fast_ap(d, sets, bins=10, columns=None):
     width = 4 / bins
     precisions = []
     for i in range(len(sets)):
-        mine = positives(i, sets)
+        mine = positives(i, sets, columns)
         if not mine:
             continue
-        squares = {j: d[i][j] ** 2 for j in range(len(sets)) if j != i}
+        squares = {j: d[i][j] ** 2 for j in partners(i, sets, columns)}
         hits, all_seen = [], []
         for b in range(bins + 1):
             shares = {}
@@ -158,10 +160,10 @@ def fast_ap(d, sets, bins=10):
     return 1 - mean(precisions)
 
 
-def multi_similarity(c, sets, alpha=2.0, beta=50.0, base=0.5, epsilon=0.1):
+def multi_similarity(c, sets, alpha=2.0, beta=50.0, base=0.5, epsilon=0.1, columns=None):
     terms = []
     for i in range(len(sets)):
-        same, other = positives(i, sets), negatives(i, sets)
+        same, other = positives(i, sets, columns), negatives(i, sets, columns)
         kept_same = [j for j in same if any(c[i][j] - epsilon < c[i][k] for k in other)]
         kept_other = [j for j in other if any(c[i][j] + epsilon > c[i][k] for k in same)]
         pull = log_one_plus([torch.exp(-alpha * (c[i][j] - base)) for j in kept_same]) / alpha
@@ -170,15 +172,15 @@ def multi_similarity(c, sets, alpha=2.0, beta=50.0, base=0.5, epsilon=0.1):
     return mean(terms)
 
 
-def circle(c, sets, relaxation=0.4, scale=80.0):
+def circle(c, sets, relaxation=0.4, scale=80.0, columns=None):
     m = relaxation
     terms = []
     for i in range(len(sets)):
         near, far = [], []
-        for j in positives(i, sets):
+        for j in positives(i, sets, columns):
             pace = max(0.0, 1 + m - c[i][j].item())
             near.append(torch.exp(-scale * pace * (c[i][j] - (1 - m))))
-        for j in negatives(i, sets):
+        for j in negatives(i, sets, columns):
             pace = max(0.0, c[i][j].item() + m)
             far.append(torch.exp(scale * pace * (c[i][j] - m)))
         if near and far:

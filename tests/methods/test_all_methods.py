@@ -55,7 +55,9 @@ def test_a_run_logs_what_the_method_measures(options, tmp_path, method):
     assert ("weight" in first) is (method in ("ism", "idml"))
     taught = method in ("plain", "mixup")
     assert ("loss_u" in first) is taught
-    assert first["loss"] == pytest.approx(first["loss_pairs"] + first["loss_u"] if taught else first["loss"])
+    assert ("loss_mixtures" in first) is ("weight_mixed" in first or method in MIXING)
+    parts = [first[f"loss_{term}"] for term in ("pairs", "mixtures", "u") if f"loss_{term}" in first]
+    assert first["loss"] == pytest.approx(sum(parts) if parts else first["loss"])
     assert metrics["steps"] > 0
     gaussian = load_model(tmp_path).config.uncertainty == "gaussian"
     assert gaussian is method.startswith("pel")
@@ -90,6 +92,10 @@ def test_parts_of_a_batch_give_the_gradients_of_the_whole(method):
 def test_what_a_method_adds_is_what_it_says_it_adds(method):
     kind = find_method(method)
     for ambiguity in ((), ("cutmix",), ("blur",)):
+        if ambiguity == ("cutmix",) and method not in MIXING:
+            with pytest.raises(ValueError, match=f"method {method} has no mixtures: leave out cutmix"):
+                from_dict({"data": "glyphs", "out": "-", "method": method, "ambiguity": ambiguity})
+            continue
         config = from_dict({
             "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 4,
             "method": method, "ambiguity": ambiguity, "batch_size": 8, "per_class": 2,

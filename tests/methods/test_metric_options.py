@@ -5,6 +5,7 @@ import torch
 
 from idml.data.augment import Batch
 from idml.labels import LabelSets
+from idml.methods.ism import measure_weights
 from idml.training.build import build, build_optimiser, set_learning_rate
 from idml.training.config import from_dict
 from idml.training.distributed import Processes
@@ -90,6 +91,38 @@ def test_learning_rates_of_the_parts():
     assert len(rates) == len([*model.parameters(), *method.parameters()])
 
 
+@pytest.mark.parametrize(("loss", "factor"), [("proxy_anchor", 100.0), ("proxy_nca", 1.0), ("softmax", 100.0)])
+def test_proxies_learn_as_fast_as_the_loss_says_or_the_user(loss, factor):
+    shared = {"data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "embedding_dim": 4, "loss": loss}
+    for given, expected in ((None, factor), (7.0, 7.0)):
+        config = from_dict({**shared, "proxy_lr": given})
+        _, method = build(config, torch.arange(5), 5)
+        assert method.learning_rate_factors()["metric_loss.proxies"] == expected
+
+
+@pytest.mark.parametrize("rule", ["similar", "release"])
+@pytest.mark.parametrize("loss", ["multi_similarity", "proxy_anchor"])
+def test_the_mean_weight_is_what_the_loss_applied(loss, rule):
+    gamma = 4.0 if rule == "release" else 0.3
+    _, metric_loss, _, embeddings, _ = step(method="ism", loss=loss, rule=rule, gamma=gamma)
+    s, u = (x / x.norm(dim=1, keepdim=True) for x in (embeddings.semantic, embeddings.uncertainty))
+    u = u if rule == "release" else embeddings.uncertainty
+    columns = [(s[j], u[j], j) for j in range(8)]
+    if loss == "proxy_anchor":
+        proxies = metric_loss.proxies.detach()
+        proxies = proxies if rule == "release" else proxies / proxies.norm(dim=1, keepdim=True)
+        columns = [(p, torch.zeros(6), None) for p in proxies]
+    weights = []
+    for i in range(8):
+        for t, v, j in columns:
+            alpha, beta = (s[i] - t).norm(), (u[i] + v).norm()
+            x = (beta**2 + 4) / (5 * alpha**2) if rule == "release" else (beta + 0.3) / (5 * alpha)
+            weights += [torch.exp(-x)] if i != j else []
+    batch = Batch(torch.zeros(8, 1), LabelSets(LABELS), torch.arange(8) >= 8)
+    measured = measure_weights(metric_loss, embeddings, batch)
+    assert measured == {"weight": pytest.approx(float(torch.stack(weights).mean()), rel=1e-6)}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -106,6 +139,8 @@ def test_learning_rates_of_the_parts():
         ({"method": "pel", "samples": 0}, "samples must be a whole number of at least 1"),
         ({"method": "pel", "kl_weight": -1}, "kl_weight must be a number of at least 0"),
         ({"method": "mixup", "labels": "main"}, "unknown labels 'main'"),
+        ({"method": "plain", "mixing": "joint"}, "method plain has no option 'mixing'"),
+        ({"method": "ism", "ambiguity": ("mixup",)}, "method ism has no mixtures: leave out mixup"),
     ],
 )
 def test_contradictions_are_refused(options, words):

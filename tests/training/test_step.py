@@ -14,44 +14,47 @@ from idml.training.step import check_gradients, compute_gradients
 LABELS = torch.arange(16) % 4
 
 
-def one_step(loss, method, lam, labels):
-    """The loss of a step, its embeddings, the batch and the loss itself."""
+def one_step(loss, method, **options):
+    """The terms of a step, its embeddings, the pixels' own account of the parents, and the loss itself."""
     torch.manual_seed(0)
     config = from_dict({
         "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8,
-        "loss": loss, "method": method, "labels": labels,
+        "loss": loss, "method": method, **options,
     })  # fmt: skip
     model, trained = build(config, LABELS, 4)
     model.trunk.eval()
     images = torch.rand(16, 3, 16, 16, generator=random_stream("images"))
-    batch = with_mixtures(images, LABELS, "mixup", random_stream("mixture"), lam=lam)
+    batch = with_mixtures(images, LABELS, "mixup", random_stream("mixture"), lam=0.3)
     terms, embeddings = compute_gradients(batch, torch.arange(16), model, trained, config, Processes(), seed=3)
-    return terms["pairs"], embeddings, batch, trained.metric_loss.requires_grad_(False)
+    mixed = (
+        batch.images[16:, None] - 0.3 * images[:, None]
+    )  # 0.7 of the second parent is left of mixture i, if i is the first
+    second = (mixed - 0.7 * images[None]).abs().amax(dim=(2, 3, 4)).argmin(dim=1)
+    return terms, embeddings, LABELS[second], trained.metric_loss.requires_grad_(False)
 
 
 @pytest.mark.parametrize("method", ["mixup", "idml", "pel-mixup"])
 @pytest.mark.parametrize("loss", ["proxy_anchor", "multi_similarity"])
-def test_weighted_labels_are_the_weighted_losses_of_the_parents(loss, method):
-    value, embeddings, batch, metric_loss = one_step(loss, method, 0.3, "weighted")
-    first = torch.cat([LABELS, batch.labels.ids[16:, 0]])
-    second = torch.cat([LABELS, batch.labels.ids[16:, 1]])
-    assert not torch.equal(first, second)
-    parents = [float(metric_loss(embeddings, LabelSets(labels), seed=3)) for labels in (first, second)]
-    assert value == pytest.approx(0.3 * parents[0] + 0.7 * parents[1], rel=1e-6)
-    assert value != pytest.approx(0.7 * parents[0] + 0.3 * parents[1], rel=1e-4)
-    assert value != pytest.approx(one_step(loss, method, 0.3, "sets")[0], rel=1e-4)
+def test_the_label_of_the_parent_with_the_share_lambda_has_the_weight_lambda(loss, method):
+    terms, embeddings, second, metric_loss = one_step(loss, method, labels="weighted")
+    assert not torch.equal(LABELS, second)
+    parents = [float(metric_loss(embeddings[16:], LabelSets(labels), seed=3)) for labels in (LABELS, second)]
+    assert parents[0] != pytest.approx(parents[1], rel=1e-4)
+    assert terms["mixtures"] == pytest.approx(0.3 * parents[0] + 0.7 * parents[1], rel=1e-6)
+    assert terms["pairs"] == pytest.approx(float(metric_loss(embeddings[:16], LabelSets(LABELS), seed=3)), rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["mixup", "idml", "pel-mixup"])
-def test_sets_are_the_loss_over_the_sets_of_both_parents(method):
-    value, embeddings, batch, metric_loss = one_step("proxy_anchor", method, 0.3, "sets")
-    sets = [[int(a)] if b < 0 else [int(a), int(b)] for a, b in batch.labels.ids]
-    assert value == pytest.approx(float(metric_loss(embeddings, LabelSets.of(sets), seed=3)), rel=1e-6)
+def test_a_mixture_has_the_set_of_both_labels(method):
+    terms, embeddings, second, metric_loss = one_step("proxy_anchor", method, labels="sets")
+    sets = [[a, b] for a, b in zip(LABELS.tolist(), second.tolist(), strict=True)]
+    assert terms["mixtures"] == pytest.approx(float(metric_loss(embeddings[16:], LabelSets.of(sets), seed=3)), rel=1e-5)
 
 
-def test_weighted_labels_with_one_parent_are_plain_labels():
-    value, embeddings, batch, metric_loss = one_step("proxy_anchor", "idml", 1.0, "weighted")
-    assert value == pytest.approx(float(metric_loss(embeddings, batch.labels.ids[:, 0])), rel=1e-6)
+def test_the_weight_of_the_mixtures_reaches_the_loss():
+    whole, half = (one_step("proxy_anchor", "idml", mixture_weight=w)[0] for w in (1.0, 0.5))
+    assert half["mixtures"] == pytest.approx(0.5 * whole["mixtures"], rel=1e-6)
+    assert half["pairs"] == whole["pairs"]
 
 
 def test_a_loss_that_is_not_finite_is_refused():

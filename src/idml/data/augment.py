@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -38,6 +39,27 @@ def crop_and_flip(images: Tensor, size: int, generator: torch.Generator, p: floa
     crops = torch.stack([x[:, i : i + size, j : j + size] for x, i, j in zip(images, top, left, strict=True)])
     crops[flipped] = crops[flipped].flip(3)
     return _floats(crops)
+
+
+def resized_crop_and_flip(images: Tensor, size: int, generator: torch.Generator, p: float = 0.5) -> Tensor:
+    """Cut a random part of each image, enlarge it to ``size`` × ``size``, mirror it with probability p.
+
+    The part has 8 to 100 % of the area, uniformly, and a width : height log-uniform in 3 : 4 … 4 : 3, as far as it fits
+    (Szegedy et al., 2015).
+    """
+    _check_images(images)
+    n, _, h, w = images.shape
+    area = (0.08 + 0.92 * torch.rand(n, generator=generator)) * (h * w)
+    ratio = (math.log(3 / 4) + math.log(16 / 9) * torch.rand(n, generator=generator)).exp()
+    height, width = (area / ratio).sqrt().round().clamp(1, h).int(), (area * ratio).sqrt().round().clamp(1, w).int()
+    top = (torch.rand(n, generator=generator) * (h - height + 1)).floor().clamp(max=h - height).int()
+    left = (torch.rand(n, generator=generator) * (w - width + 1)).floor().clamp(max=w - width).int()
+    flipped = _chosen(n, p, generator).to(images.device)
+    boxes = torch.stack([top, top + height, left, left + width], dim=1).tolist()
+    parts = [_floats(x[None, :, a:b, c:d]) for x, (a, b, c, d) in zip(images, boxes, strict=True)]
+    crops = torch.cat([functional.interpolate(x, (size, size), mode="bilinear", antialias=True) for x in parts])
+    crops[flipped] = crops[flipped].flip(3)
+    return crops
 
 
 def centre_crop(images: Tensor, size: int) -> Tensor:
@@ -73,6 +95,7 @@ def apply_ambiguity(
     labels: Tensor,
     kinds: Sequence[str],
     *,
+    beta: float = 1.0,
     seed: int,
     epoch: int,
     step: int,
@@ -80,8 +103,8 @@ def apply_ambiguity(
     """Build a training batch with the given kinds of ambiguity, each with its defaults.
 
     ``low_resolution``, ``blur`` and ``occlusion`` change the images, in this order; then ``mixup`` or ``cutmix`` adds
-    as many mixed images. With both, each batch draws one of the two. Every kind has its own random stream: adding one
-    changes nothing about the others.
+    as many mixed images, λ ~ Beta(``beta``, ``beta``). With both, each batch draws one of the two. Every kind has its
+    own random stream: adding one changes nothing about the others.
     """
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in kinds:
@@ -98,16 +121,23 @@ def apply_ambiguity(
         unmixed = torch.zeros(len(images), dtype=torch.bool, device=images.device)
         return Batch(images, LabelSets(_labels_of(images, labels)), unmixed)
     choice = torch.randint(len(mixing), (), generator=random_stream("kind of mixture", seed, epoch, step))
-    return with_mixtures(images, labels, mixing[int(choice)], random_stream("mixture", seed, epoch, step))
+    generator = random_stream("mixture", seed, epoch, step)
+    return with_mixtures(images, labels, mixing[int(choice)], generator, beta=beta)
 
 
 def with_mixtures(
-    images: Tensor, labels: Tensor, kind: str, generator: torch.Generator, *, lam: float | None = None
+    images: Tensor,
+    labels: Tensor,
+    kind: str,
+    generator: torch.Generator,
+    *,
+    lam: float | None = None,
+    beta: float = 1.0,
 ) -> Batch:
     """Build a batch of 2n: the n images, then n mixtures of them; ``kind`` is ``mixup`` or ``cutmix``."""
     _check_kind(kind, MIXTURES)
     images = _floats(images)
-    lam = _lambda(lam, generator)
+    lam = _lambda(lam, generator, beta)
     mixtures, sets = (mixup if kind == "mixup" else cutmix)(images, labels, generator, lam=lam)
     is_mixed = torch.arange(2 * len(images), device=images.device) >= len(images)
     originals = LabelSets(_labels_of(images, labels))
@@ -142,7 +172,10 @@ def cutmix(
     return torch.where(rows.to(x.device) & columns.to(x.device), x[partner], x), sets
 
 
-def _lambda(lam: float | None, generator: torch.Generator) -> float:
+def _lambda(lam: float | None, generator: torch.Generator, beta: float = 1.0) -> float:
+    if lam is None and beta != 1:
+        seed = int(torch.randint(1 << 62, (), generator=generator))
+        return float(np.random.default_rng(seed).beta(beta, beta))
     if lam is None:
         return float(torch.rand((), dtype=torch.float64, generator=generator))  # Beta(1, 1) is uniform
     if not 0 <= lam <= 1:

@@ -53,9 +53,14 @@ def build_loss(
     >>> loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(1.4142)
     """
+    return find_loss(name)(metric=metric, num_classes=num_classes, embedding_dim=embedding_dim, **parameters)
+
+
+def find_loss(name: str) -> type[MetricLoss]:
+    """Return the class of the loss called ``name``."""
     if name not in LOSSES:
         raise ValueError(unknown_name("loss", name, LOSSES))
-    return LOSSES[name](metric=metric, num_classes=num_classes, embedding_dim=embedding_dim, **parameters)
+    return LOSSES[name]
 
 
 __all__ = [
@@ -67,6 +72,7 @@ __all__ = [
     "circle",
     "contrastive",
     "fast_ap",
+    "find_loss",
     "margin_dw",
     "multi_similarity",
     "proxy_anchor",

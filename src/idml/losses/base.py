@@ -1,8 +1,9 @@
 """The modules around the loss functions: they check the input and build the pair matrix and the match mask.
 
-A loss is a pure function ``loss(pairs, matches, *, parameters…)`` of the pair matrix (distances D or cosines C',
-depending on its `form`) and the mask of matching pairs. The module beside it names that function and its form; all
-other code is here.
+A loss is a pure function ``loss(pairs, matches, others, *, parameters…)`` of the pair matrix (distances D or cosines
+C', depending on its `form`) and the mask of matching pairs. Its rows are the images of a batch. Its columns are the
+same images, or with ``others`` other images; the columns of a loss with proxies are proxies, and it has no ``others``.
+The module beside it names that function and its form; all other code is here.
 """
 
 import inspect
@@ -23,6 +24,8 @@ class MetricLoss(nn.Module):
 
     form: ClassVar[Form]
     function: ClassVar[Callable[..., Tensor]]
+    proxy_lr: ClassVar[float] = 100.0
+    """Learning rate of the loss's own parameters, in units of the model's, unless the user asks for another."""
 
     def __init__(
         self,
@@ -95,6 +98,10 @@ class MetricLoss(nn.Module):
             )
         return embeddings, sets
 
+    def mean_weight(self, embeddings: Embeddings) -> float:
+        """Return the mean weight e^(−x) that the metric gives to the pairs of these images in this loss."""
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         """Return the loss's parameters, for printing."""
         return ", ".join([f"metric={self.metric}", *(f"{k}={v!r}" for k, v in self.parameters_of_loss.items())])
@@ -103,22 +110,46 @@ class MetricLoss(nn.Module):
 class PairLoss(MetricLoss):
     """A loss over the pairs of a batch."""
 
-    def forward(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
-        """Return the loss of a batch, a scalar; ``seed`` fixes the draws of losses that sample."""
+    def forward(
+        self,
+        embeddings: Embeddings | Tensor,
+        labels: LabelSets | Tensor,
+        seed: int | None = None,
+        *,
+        other: Embeddings | Tensor | None = None,
+        other_labels: LabelSets | Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of a batch, a scalar; ``seed`` fixes the draws of losses that sample.
+
+        With ``other`` the images of the batch are compared with those images alone, not with each other.
+        """
         e, sets = self._checked(embeddings, labels)
         if self.num_classes is not None:
             sets.check_below(self.num_classes)
-        return self._loss(self._pairs(e), sets.matches(), e.semantic.shape[1], seed)
+        if other is None or other_labels is None:
+            if other is not None or other_labels is not None:
+                raise ValueError("other and other_labels go together")
+            return self._loss(self._pairs(e), sets.matches(), False, e.semantic.shape[1], seed)
+        columns, column_sets = self._checked(other, other_labels)
+        return self._loss(self._pairs(e, columns), sets.matches(column_sets), True, e.semantic.shape[1], seed)
 
-    def _loss(self, pairs: Tensor, matches: Tensor, dim: int, seed: int | None) -> Tensor:
-        return type(self).function(pairs, matches, **self.parameters_of_loss)
+    def _loss(self, pairs: Tensor, matches: Tensor, others: bool, dim: int, seed: int | None) -> Tensor:
+        return type(self).function(pairs, matches, others, **self.parameters_of_loss)
+
+    def mean_weight(self, embeddings: Embeddings) -> float:
+        """Return the mean of the metric's weights over the pairs of different images; 1 if there is no pair."""
+        n = len(embeddings)
+        if n < 2:
+            return 1.0
+        weights = self.metric.weights(embeddings)
+        return float((weights.sum() - weights.diagonal().sum()) / (n * (n - 1)))
 
 
 class ProxyLoss(MetricLoss):
     """A loss between images and learned proxies of the classes, ``centers_per_class`` for each.
 
-    The metric normalises the proxies. They are certain (u = 0), unless ``proxy_uncertainty`` makes their uncertainty a
-    parameter too, which starts small.
+    The metric normalises the proxies, but for rule ``release``. They are certain (u = 0), unless ``proxy_uncertainty``
+    makes their uncertainty a parameter too, which starts small.
     """
 
     def __init__(
@@ -149,6 +180,10 @@ class ProxyLoss(MetricLoss):
         assert self.num_classes is not None
         pairs = self._pairs(e, self.proxy_embeddings())
         return type(self).function(pairs, sets.in_classes(self.num_classes), **self.parameters_of_loss)
+
+    def mean_weight(self, embeddings: Embeddings) -> float:
+        """Return the mean of the metric's weights over the images and the proxies."""
+        return float(self.metric.weights(embeddings, self.proxy_embeddings()).mean())
 
     def proxy_embeddings(self) -> Embeddings:
         """Return the proxies as embeddings."""

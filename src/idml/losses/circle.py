@@ -8,14 +8,16 @@ from idml.losses.base import PairLoss, require_pairs
 from idml.losses.reduce import log_sum_exp, mean_of_nonzero
 
 
-def circle(cosines: Tensor, matches: Tensor, *, relaxation: float = 0.4, scale: float = 80.0) -> Tensor:
+def circle(
+    cosines: Tensor, matches: Tensor, others: bool = False, *, relaxation: float = 0.4, scale: float = 80.0
+) -> Tensor:
     """mean⁺_i softplus( log Σ₊ e^(−γ·a₊·(C − (1 − m))) + log Σ₋ e^(γ·a₋·(C − m)) ), γ = ``scale``.
 
     m = ``relaxation``; the self-paced weights a₊ = [1 + m − C]₊ and a₋ = [C + m]₊ get no gradient. Anchors
     without a positive or without a negative count nothing; mean⁺ skips zeros.
     """
-    require_pairs(cosines, matches, square=True)
-    positive, negative = pair_masks(matches)
+    require_pairs(cosines, matches, square=not others)
+    positive, negative = pair_masks(matches, others)
     pace = cosines.detach()
     pull = -scale * (1.0 + relaxation - pace).relu() * (cosines - (1.0 - relaxation))
     push = scale * (pace + relaxation).relu() * (cosines - relaxation)

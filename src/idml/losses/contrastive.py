@@ -7,7 +7,12 @@ from idml.losses.base import PairLoss, require_pairs
 
 
 def contrastive(
-    distances: Tensor, matches: Tensor, *, positive_margin: float = 0.0, negative_margin: float = 0.5
+    distances: Tensor,
+    matches: Tensor,
+    others: bool = False,
+    *,
+    positive_margin: float = 0.0,
+    negative_margin: float = 0.5,
 ) -> Tensor:
     """mean⁺ [D_ij − m₊]₊ over positive pairs + mean⁺ [m₋ − D_ij]₊ over negative pairs; mean⁺ skips zeros.
 
@@ -17,8 +22,8 @@ def contrastive(
     >>> contrastive(d, same)  # 0.4 + (0.5 − 0.3)
     tensor(0.6000)
     """
-    require_pairs(distances, matches, square=True)
-    positive, negative = pair_masks(matches)
+    require_pairs(distances, matches, square=not others)
+    positive, negative = pair_masks(matches, others)
     pulled = positive.logical_and_(distances.detach() > positive_margin)
     pushed = negative.logical_and_(distances.detach() < negative_margin)
     pulls, pushes = (mask.sum(dtype=distances.dtype) for mask in (pulled, pushed))

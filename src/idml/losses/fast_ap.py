@@ -7,17 +7,17 @@ from idml.labels import pair_masks
 from idml.losses.base import PairLoss, require_pairs
 
 
-def fast_ap(distances: Tensor, matches: Tensor, *, bins: int = 10) -> Tensor:
+def fast_ap(distances: Tensor, matches: Tensor, others: bool = False, *, bins: int = 10) -> Tensor:
     """1 − mean average precision, AP_i = (1/N⁺_i) Σ_l h⁺_l·H⁺_l / H_l over a soft histogram of D² in [0, 4].
 
     h⁺ and h are the histograms of anchor i's positives and of all its pairs, H⁺ and H their cumulative
     sums. Each D² is shared between the two nearest of bins + 1 centres in proportion to its nearness.
     Anchors without a positive do not count.
     """
-    require_pairs(distances, matches, square=True)
+    require_pairs(distances, matches, square=not others)
     if bins < 1:
         raise ValueError(f"bins must be 1 or larger, got {bins}")
-    positive, negative = pair_masks(matches)
+    positive, negative = pair_masks(matches, others)
     position = (distances.square() * (bins / 4.0)).clamp_max(bins)
     lower = position.detach().floor().clamp_max(bins - 1)
     upper_share = position - lower

@@ -12,6 +12,7 @@ from idml.mining import distance_weighted
 def margin_dw(
     distances: Tensor,
     matches: Tensor,
+    others: bool = False,
     *,
     dim: int,
     seed: int | None = None,
@@ -26,11 +27,11 @@ def margin_dw(
     `idml.mining.distance_weighted` in ``dim`` dimensions. (The paper prints a minus before Σ₋; that
     would reward near negatives.)
     """
-    require_pairs(distances, matches, square=True)
+    require_pairs(distances, matches, square=not others)
     anchors, negatives = distance_weighted(
-        distances.detach(), matches, dim, closest=closest, farthest=farthest, seed=seed
+        distances.detach(), matches, dim, others, closest=closest, farthest=farthest, seed=seed
     )
-    positive, _ = pair_masks(matches)
+    positive, _ = pair_masks(matches, others)
     return margin_of_pairs(distances[positive], distances[anchors, negatives], beta=beta, margin=margin)
 
 
@@ -46,6 +47,6 @@ class MarginDW(PairLoss):
     form = "distance"
     function = staticmethod(margin_dw)
 
-    def _loss(self, pairs: Tensor, matches: Tensor, dim: int, seed: int | None) -> Tensor:
+    def _loss(self, pairs: Tensor, matches: Tensor, others: bool, dim: int, seed: int | None) -> Tensor:
         parameters = {**self.parameters_of_loss, "seed": seed}
-        return margin_dw(pairs, matches, dim=dim, **parameters)
+        return margin_dw(pairs, matches, others, dim=dim, **parameters)

@@ -11,6 +11,7 @@ from idml.losses.reduce import log_sum_exp
 def multi_similarity(
     cosines: Tensor,
     matches: Tensor,
+    others: bool = False,
     *,
     alpha: float = 2.0,
     beta: float = 50.0,
@@ -21,8 +22,8 @@ def multi_similarity(
 
     The sums run over the pairs that `idml.mining.multi_similarity` keeps with ``epsilon``.
     """
-    require_pairs(cosines, matches, square=True)
-    positive, negative = mining.multi_similarity(cosines.detach(), matches, epsilon)
+    require_pairs(cosines, matches, square=not others)
+    positive, negative = mining.multi_similarity(cosines.detach(), matches, epsilon, others)
     pull = softplus(log_sum_exp(cosines, 1, scale=-alpha, mask=positive) + alpha * base) / alpha
     push = softplus(log_sum_exp(cosines, 1, scale=beta, mask=negative) - beta * base) / beta
     return (pull + push).mean()

@@ -17,3 +17,4 @@ class ProxyNCA(ProxyLoss):
 
     form = "distance"
     function = staticmethod(proxy_nca)
+    proxy_lr = 1.0  # as its authors train; 100 belongs to ProxyAnchor

@@ -6,7 +6,7 @@ from idml.losses.base import PairLoss, require_pairs
 from idml.mining import semihard
 
 
-def triplet_semihard(distances: Tensor, matches: Tensor, *, margin: float = 0.1) -> Tensor:
+def triplet_semihard(distances: Tensor, matches: Tensor, others: bool = False, *, margin: float = 0.1) -> Tensor:
     """mean (D_ap − D_an + margin) over all triplets with D_ap < D_an < D_ap + margin.
 
     >>> import torch
@@ -15,8 +15,8 @@ def triplet_semihard(distances: Tensor, matches: Tensor, *, margin: float = 0.1)
     >>> triplet_semihard(d, same)  # one semi-hard triplet: 0.50 − 0.54 + 0.1
     tensor(0.0600)
     """
-    require_pairs(distances, matches, square=True)
-    counts, triplets = semihard(distances.detach(), matches, margin)
+    require_pairs(distances, matches, square=not others)
+    counts, triplets = semihard(distances.detach(), matches, margin, others)
     return ((counts * distances).sum() + margin * triplets) / triplets.clamp_min(1.0)
 
 

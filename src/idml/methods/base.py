@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from idml.data.augment import MIXTURES, Batch, apply_ambiguity
+from idml.data.augment import Batch, apply_ambiguity
 from idml.embeddings import Embeddings
 from idml.losses import MetricLoss, build_loss
 from idml.metric import IntrospectiveMetric
@@ -97,8 +97,13 @@ class Method(nn.Module):
 
     @classmethod
     def mixture_kinds(cls, ambiguity: Sequence[str]) -> tuple[str, ...]:
-        """The kinds of mixtures in a batch: here, those that the user asks for."""
-        return tuple(kind for kind in ambiguity if kind in MIXTURES)
+        """The kinds of mixtures in a batch; none for a method without mixtures."""
+        return ()
+
+    @property
+    def mixture_beta(self) -> float:
+        """The parameter b of λ ~ Beta(b, b), the share of the first image in a mixture."""
+        return 1.0
 
     @classmethod
     def count_added(cls, options: Any, ambiguity: Sequence[str], n: int) -> int:
@@ -107,16 +112,16 @@ class Method(nn.Module):
 
     def added_key(self) -> tuple[Any, ...]:
         """What the added images depend on, beside the batch itself. A frozen trunk keeps their features under it."""
-        return self.mixture_kinds(self.task.ambiguity)
+        kinds = self.mixture_kinds(self.task.ambiguity)
+        return (*kinds, self.mixture_beta) if kinds and self.mixture_beta != 1 else kinds
 
     def add_images(self, images: Tensor, labels: Tensor, *, seed: int, epoch: int, step: int) -> Batch:
         """The images of a step [n, c, h, w] with their label sets, followed by those that the method adds.
 
         What is added, and how it is labelled, may depend on the labels and the three numbers, but not on the pixels.
         """
-        return apply_ambiguity(
-            images, labels, self.mixture_kinds(self.task.ambiguity), seed=seed, epoch=epoch, step=step
-        )
+        kinds = self.mixture_kinds(self.task.ambiguity)
+        return apply_ambiguity(images, labels, kinds, beta=self.mixture_beta, seed=seed, epoch=epoch, step=step)
 
     # ---- what is minimised ----
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from idml.data.augment import Batch
 from idml.embeddings import Embeddings
+from idml.losses import ProxyLoss
 from idml.methods.base import Method, Task
-from idml.methods.ism import MetricOptions, warn_of_uninformative_u
+from idml.methods.ism import MetricOptions, measure_weights, warn_of_uninformative_u
 from idml.methods.mixup import MixtureOptions, choose_mixture_kinds
 from idml.methods.taught_u import TeachingOptions
 
@@ -24,7 +25,7 @@ class IdmlOptions:
 
 
 class Idml(Method):
-    """L = loss(s, u, label sets) over originals and mixtures, with the introspective metric."""
+    """L = the loss of originals and mixtures by the introspective metric; `MixtureOptions` says which images meet."""
 
     Options = IdmlOptions
     options: IdmlOptions
@@ -49,17 +50,23 @@ class Idml(Method):
         """The kinds that the user asks for, else Mixup."""
         return choose_mixture_kinds(ambiguity)
 
+    @property
+    def mixture_beta(self) -> float:
+        """As the options say."""
+        return self.options.mixtures.beta
+
     def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
-        """The loss of all pairs, and the ranking of the originals' ‖u‖ if asked for."""
+        """The terms of originals and mixtures, and the ranking of the originals' ‖u‖ if asked for."""
         originals = batch.labels.ids[: len(numbers), 0]
+        proxies = isinstance(self.metric_loss, ProxyLoss)
         return {
-            "pairs": self.options.mixtures.loss(self.metric_loss, embeddings, batch, seed),
+            **self.options.mixtures.terms(self.metric_loss, embeddings, batch, seed, proxies=proxies),
             **self.options.teaching.terms(embeddings, originals),
         }
 
     def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
-        """The mean weight of the pairs of originals."""
-        return self.options.metric.measure(embeddings, batch)
+        """The mean weight of the originals in the loss, and that of the mixtures."""
+        return measure_weights(self.metric_loss, embeddings, batch)
 
     def warn(self, rows: list[dict[str, Any]]) -> list[str]:
         """Whether the uncertainty says nothing."""

@@ -1,6 +1,6 @@
 """ISM: the introspective metric without mixtures. The loss compares pairs by D or C' and so teaches u.
 
-`MetricOptions` is for every method with the introspective metric.
+`MetricOptions`, `measure_weights` and `warn_of_uninformative_u` are for every method with the introspective metric.
 """
 
 from dataclasses import dataclass, field
@@ -59,15 +59,15 @@ class MetricOptions:
         if self.proxy_uncertainty and not issubclass(LOSSES.get(loss, ProxyLoss), ProxyLoss):
             raise ValueError(f"proxy_uncertainty is for losses with proxies: {loss} has none")
 
-    @torch.no_grad()
-    def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
-        """The mean weight e^(−x) of the pairs of original images."""
-        originals = embeddings[~batch.mixed].detach()
-        n = len(originals)
-        if n < 2:
-            return {}
-        weights = IntrospectiveMetric(self.tau, self.gamma).weights(originals)
-        return {"weight": float((weights.sum() - weights.diagonal().sum()) / (n * (n - 1)))}
+
+@torch.no_grad()
+def measure_weights(loss: MetricLoss, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
+    """The mean weight that the loss applied: over pairs of images, or over images and proxies, by its own rule.
+
+    ``weight`` is that of the original images, ``weight_mixed`` that of the mixtures.
+    """
+    parts = {"weight": embeddings[~batch.mixed].detach(), "weight_mixed": embeddings[batch.mixed].detach()}
+    return {name: loss.mean_weight(part) for name, part in parts.items() if len(part)}
 
 
 def warn_of_uninformative_u(rows: list[dict[str, Any]]) -> list[str]:
@@ -121,8 +121,8 @@ class Ism(Method):
         }
 
     def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
-        """The mean weight of the pairs."""
-        return self.options.metric.measure(embeddings, batch)
+        """The mean weight in the loss."""
+        return measure_weights(self.metric_loss, embeddings, batch)
 
     def warn(self, rows: list[dict[str, Any]]) -> list[str]:
         """Whether the uncertainty says nothing."""

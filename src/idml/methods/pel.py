@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from idml.data.augment import Batch
 from idml.embeddings import Embeddings, full_precision, unit_rows
 from idml.labels import LabelSets
-from idml.losses import MetricLoss
+from idml.losses import MetricLoss, ProxyLoss
 from idml.methods.base import Method, Task
 from idml.methods.mixup import MixtureOptions, choose_mixture_kinds
 from idml.methods.options import check_number
@@ -96,13 +96,32 @@ class ProbabilisticLoss(nn.Module):
             raise ValueError(f"kl_weight must be 0 or larger, got {kl_weight}")
         self.loss, self.samples, self.kl_weight = loss, samples, kl_weight
 
-    def forward(self, embeddings: Embeddings, labels: LabelSets | Tensor, seed: int | None = None) -> Tensor:
-        """mean_k loss(sample k) + kl_weight·KL; ``seed`` fixes the samples and the loss's own choices."""
-        if not isinstance(embeddings, Embeddings):
+    def forward(
+        self,
+        embeddings: Embeddings,
+        labels: LabelSets | Tensor,
+        seed: int | None = None,
+        *,
+        other: Embeddings | None = None,
+        other_labels: LabelSets | Tensor | None = None,
+    ) -> Tensor:
+        """mean_k loss(sample k) + kl_weight·KL; ``seed`` fixes the samples and the loss's own choices.
+
+        With ``other`` (losses over pairs) sample k of an image is compared with sample k of those images alone. The
+        divergence counts for ``embeddings`` only.
+        """
+        if not all(isinstance(e, Embeddings) for e in (embeddings, other) if e is not None):
             raise ValueError("PEL needs Embeddings(semantic=μ, uncertainty=σ), not a plain tensor")
-        drawn = sample(embeddings, self.samples, seed)
+        n = len(embeddings)
+        drawn = sample(embeddings if other is None else Embeddings.cat([embeddings, other]), self.samples, seed)
         seeds = [None if seed is None else (seed * self.samples + k) % _SEEDS for k in range(self.samples)]
-        losses = torch.stack([self.loss(x, labels, seed=s) for x, s in zip(drawn, seeds, strict=True)])
+
+        def loss_of(x: Tensor, own_seed: int | None) -> Tensor:
+            rest = {} if other is None else {"other": x[n:], "other_labels": other_labels}
+            value: Tensor = self.loss(x[:n], labels, seed=own_seed, **rest)
+            return value
+
+        losses = torch.stack([loss_of(x, s) for x, s in zip(drawn, seeds, strict=True)])
         return losses.mean() + self.kl_weight * kl_to_standard_normal(embeddings)
 
 
@@ -183,6 +202,12 @@ class PelMixup(Method):
         """The kinds that the user asks for, else Mixup."""
         return choose_mixture_kinds(ambiguity)
 
+    @property
+    def mixture_beta(self) -> float:
+        """As the options say."""
+        return self.options.mixtures.beta
+
     def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
-        """The loss of all pairs of samples, of originals and mixtures."""
-        return {"pairs": self.options.mixtures.loss(self.metric_loss, embeddings, batch, seed)}
+        """The terms of the samples of originals and mixtures."""
+        proxies = isinstance(self.metric_loss.loss, ProxyLoss)
+        return self.options.mixtures.terms(self.metric_loss, embeddings, batch, seed, proxies=proxies)

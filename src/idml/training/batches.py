@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from idml.data.augment import IN_PLACE, Batch, apply_ambiguity, centre_crop, crop_and_flip
+from idml.data.augment import IN_PLACE, Batch, apply_ambiguity, centre_crop, crop_and_flip, resized_crop_and_flip
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import class_batches, random_batches, random_stream
 from idml.files import cache_folder, cached_array
@@ -46,7 +46,8 @@ class Stream:
     def prepare(self, numbers: Tensor, images: Tensor, epoch: int, step: int) -> Batch:
         """Decoded images as the model sees them at this step, and what the method adds."""
         seed = self.config.seed
-        crops = crop_and_flip(images.to(self.device), self.size, random_stream("crop", seed, epoch, step))
+        crop = resized_crop_and_flip if self.config.crop == "resized" else crop_and_flip
+        crops = crop(images.to(self.device), self.size, random_stream("crop", seed, epoch, step))
         labels = self.pixels.images.labels[numbers].to(self.device)
         seen = apply_ambiguity(crops, labels, self.in_place, seed=seed, epoch=epoch, step=step).images
         return self.method.add_images(seen, labels, seed=seed, epoch=epoch, step=step)
@@ -93,7 +94,16 @@ class FrozenStream:
         self.steps = len(self.plans[0])
         config, added = stream.config, stream.method.added_key()
         self.cache = FeatureCache(model, last=config.train == "last")
-        key = (config.seed, config.batch_size, config.per_class, self.crops, stream.size, stream.in_place)
+        key: tuple[Any, ...] = (
+            config.seed,
+            config.batch_size,
+            config.per_class,
+            self.crops,
+            stream.size,
+            stream.in_place,
+        )
+        if config.crop != "window":
+            key = (*key, config.crop)
         originals = slice(config.batch_size)
         self.parts = [self._keep_rows("crops", originals, config.batch_size, key, progress)]
         if added:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from idml.losses import LOSSES
+from idml.losses import find_loss
 from idml.methods import find_method
 from idml.methods.base import Method, Task
 from idml.model import Model, build_model
@@ -26,7 +26,7 @@ def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Met
         embedding_dim=config.embedding_dim,
         loss_parameters=_loss_parameters(config),
         ambiguity=config.ambiguity,
-        proxy_lr=config.proxy_lr,
+        proxy_lr=find_loss(config.loss).proxy_lr if config.proxy_lr is None else config.proxy_lr,
         labels=labels,
         seed=config.seed,
     )
@@ -38,6 +38,8 @@ def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Met
         image_size=config.image_size,
         **kind.model_options(config.method_options),
     )
+    if config.starts_from_weights and not config.pca:
+        start_at_random(model)
     if config.train == "last":
         Stages(model.trunk)  # refuses a trunk whose last stage is not known
     fold_as_trained(model, config)
@@ -58,7 +60,7 @@ def _loss_parameters(config: TrainConfig) -> dict[str, float]:
         if name in found:
             raise ValueError(f"loss_parameters give {name} twice")
         found[name] = int(value) if value.strip("+-").isdigit() else number
-    return LOSSES[config.loss].known(found) if config.loss in LOSSES else {}
+    return find_loss(config.loss).known(found)
 
 
 def fold_as_trained(model: Model, config: TrainConfig) -> Model:
@@ -69,6 +71,16 @@ def fold_as_trained(model: Model, config: TrainConfig) -> Model:
     if config.train != "heads" and config.keeps_bn_statistics:
         fold_frozen_normalisation(model.trunk)
     return model
+
+
+def start_at_random(model: Model) -> None:
+    """Start the semantic head at random weights of variance 2/d and no bias, as ProxyAnchor and IDML were trained.
+
+    The weights of ``nn.Linear`` are five times as small at the paper's sizes, so an optimiser like Adam, whose steps do
+    not depend on their size, would turn the head five times as fast.
+    """
+    nn.init.kaiming_normal_(model.semantic.weight, mode="fan_out")
+    nn.init.zeros_(model.semantic.bias)
 
 
 @torch.no_grad()
@@ -137,8 +149,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, epo
 
 
 def set_modes(model: Model, config: TrainConfig, epoch: int) -> None:
-    """Freeze what does not learn in an epoch: the trunk during warm-up, and frozen batch normalisation always."""
+    """Freeze what does not learn in an epoch: the trunk during warm-up, and frozen batch normalisation always.
+
+    With ``warmup_u`` off the uncertainty head is frozen during warm-up too.
+    """
     model.train()
+    model.uncertainty.requires_grad_(config.warmup_u or epoch >= config.warmup_epochs)
     model.trunk.requires_grad_(False)
     for parameter in trunk_parameters(model, config):
         parameter.requires_grad_(epoch >= config.warmup_epochs)

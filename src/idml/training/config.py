@@ -28,6 +28,7 @@ Ambiguity = Literal["mixup", "cutmix", "low_resolution", "blur", "occlusion"]
 Schedule = Literal["constant", "step", "cosine"]
 Precision = Literal["float32", "bfloat16"]
 Train = Literal["all", "last", "heads"]
+Crop = Literal["window", "resized"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,12 @@ class TrainConfig:
     embedding_dim: int = 512
     """Size of s and of u."""
     pca: bool = True
-    """Start the semantic head at the principal components of the features (only with pretrained weights)."""
+    """Start the semantic head at the principal components of the features, not at random (with pretrained weights)."""
     image_size: int | None = None
     """Pixels; by default what the trunk was made for."""
+    crop: Crop = "window"
+    """What training sees of an image: window: a random square of the image size; resized: a random part, 8 to 100 % of
+    the area, with sides 3 : 4 to 4 : 3, enlarged to the image size."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 120
@@ -72,8 +76,8 @@ class TrainConfig:
     """Images the trunk sees at once, to save memory; the loss still sees the whole batch. 0: all of them."""
     lr: float = 1e-4
     """Learning rate of the trunk and the heads."""
-    proxy_lr: float = 100.0
-    """Learning rate of the proxies, in units of lr."""
+    proxy_lr: float | None = None
+    """Learning rate of the proxies, in units of lr; by default 100, for proxy_nca 1, as their authors train."""
     weight_decay: float = 1e-4
     """Weight decay of AdamW."""
     schedule: Schedule = "step"
@@ -84,6 +88,8 @@ class TrainConfig:
     """With schedule step: what is left of the learning rate after each fall."""
     warmup_epochs: int = 0
     """Epochs in which only the heads (and proxies) learn."""
+    warmup_u: bool = True
+    """Whether the uncertainty head learns in those epochs too."""
     freeze_bn: bool = True
     """Keep the statistics of batch normalisation as they are (ignored without pretrained weights)."""
     clip: float = 10.0
@@ -116,7 +122,7 @@ class TrainConfig:
             check_number(name, getattr(self, name), at_least=1, whole=True)
         for name in ("per_class", "micro_batch", "warmup_epochs", "workers", "seed"):
             check_number(name, getattr(self, name), at_least=0, whole=True)
-        for name in ("lr", "proxy_lr", "clip", "step_factor"):
+        for name in ("lr", "clip", "step_factor", *(("proxy_lr",) if self.proxy_lr is not None else ())):
             check_number(name, getattr(self, name), above=0)
         for name in ("weight_decay", "holdout"):
             check_number(name, getattr(self, name), at_least=0)
@@ -147,7 +153,7 @@ class TrainConfig:
 
 def _check_combinations(config: TrainConfig) -> None:
     """Raise ``ValueError`` where two options contradict each other."""
-    for name, rate in (("lr", 1.0), ("lr · proxy_lr", config.proxy_lr)):
+    for name, rate in (("lr", 1.0), ("lr · proxy_lr", config.proxy_lr or 1.0)):
         if config.lr * rate > 1e35:
             raise ValueError(f"{name} must be at most 1e35, got {config.lr * rate:g}")
     if config.holdout >= 1:
@@ -158,6 +164,11 @@ def _check_combinations(config: TrainConfig) -> None:
         raise ValueError(
             "micro_batch needs frozen batch normalisation (pretrained weights and freeze_bn): otherwise each part "
             "would be normalised by itself and the result would differ from the whole batch"
+        )
+    mixtures = [kind for kind in config.ambiguity if kind in ("mixup", "cutmix")]
+    if mixtures and not find_method(config.method).mixture_kinds(mixtures):
+        raise ValueError(
+            f"method {config.method} has no mixtures: leave out {mixtures[0]}, or use the method mixup or idml"
         )
     if config.train != "all" and not config.starts_from_weights:
         raise ValueError(f"train {config.train} needs pretrained weights: a random trunk has nothing to keep")
@@ -263,15 +274,19 @@ _BY_DATA: dict[str, dict[str, Any]] = {
     "cars": {"lr": 2.5e-4, "step_epochs": 10, "gamma": 3.0},
     "sop": {"step_epochs": 10, "step_factor": 0.25},
 }
-_RELEASE: dict[str, Any] = {"loss": "proxy_anchor", "rule": "release", "tau": 5.0, "gamma": 4.0, "labels": "weighted"}
+_RELEASE: dict[str, Any] = {
+    "loss": "proxy_anchor", "rule": "release", "tau": 5.0, "gamma": 4.0, "mixing": "separate", "labels": "weighted",
+    "crop": "resized", "warmup_u": False,
+}  # fmt: skip
 
 
 def preset(name: str, data: str) -> dict[str, Any]:
     """The options of a preset for a data set, flat.
 
     ``paper`` is the paper's training with the learning rates of its authors' commands (the text says 1e-5).
-    ``release`` is what the authors' released code does, for comparison: u normalised, squared norms, γ = 4, Mixup with
-    a λ-weighted loss, proxy-anchor.
+    ``release`` is what the authors' released code does, for comparison: u normalised, squared norms, γ = 4,
+    L(originals) + λ·L(mixtures, l₁) + (1 − λ)·L(mixtures, l₂), crops of random size, an uncertainty head that is frozen
+    during warm-up, images drawn without regard to classes, proxy-anchor.
 
     >>> preset("paper", "cars:images")["gamma"]
     3.0
