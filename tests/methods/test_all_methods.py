@@ -69,13 +69,12 @@ def test_parts_of_a_batch_give_the_gradients_of_the_whole(method):
     for size in (0, 5):
         config = from_dict({
             "data": "glyphs", "out": "-", "method": method, "image_size": 32, "embedding_dim": 8,
-            "loss": "proxy_anchor", "micro_batch": size, **({"u_hidden": 0} if method in ("plain", "mixup") else {}),
+            "loss": "proxy_anchor", "micro_batch": size,
         })  # fmt: skip
         torch.manual_seed(0)
         labels = torch.arange(16) % 4
         model, trained = build(config, labels, 4)
         model.trunk.eval()
-        model.heads(torch.ones(2, model.trunk.width))  # the uncertainty head starts at the scale of its first batch
         batch = trained.add_images(torch.rand(16, 3, 32, 32), labels, seed=0, epoch=0, step=0)
         terms, _ = compute_gradients(batch, torch.arange(16), model, trained, config, Processes(), seed=3)
         parameters = [*model.named_parameters(), *trained.named_parameters()]

@@ -7,7 +7,7 @@ from PIL import Image
 
 from idml import Embeddings
 from idml.data.images import load_square
-from idml.model import ModelConfig, build_model, load_model, save_model
+from idml.model import BatchRows, ModelConfig, build_model, load_model, save_model
 
 WIDTH = 256  # of conv4's features
 
@@ -241,6 +241,27 @@ def test_half_of_a_hidden_layer_drops_out_in_training_alone():
     assert torch.equal(first.semantic, second.semantic)
     model.eval()
     assert torch.equal(model.heads(features).uncertainty, model.heads(features).uncertainty)
+
+
+def test_dropout_of_a_row_follows_from_the_step_and_its_place_in_the_batch():
+    model, features = small(u_hidden=12).train(), torch.rand(7, WIDTH)
+    order = torch.tensor([2, 6, 0, 5, 1, 3, 4])
+    model.heads(features)  # starts it
+    whole = model.heads(features, BatchRows(5, torch.arange(7), 7)).uncertainty
+    torch.manual_seed(9)  # torch's own generator has no part in it
+    for rows in order.split(3):
+        part = model.heads(features[rows], BatchRows(5, rows, 7)).uncertainty
+        torch.testing.assert_close(part, whole[rows], rtol=1e-5, atol=1e-7)
+    same = model.heads(features[:1].expand(7, -1), BatchRows(5, torch.arange(7), 7)).uncertainty
+    assert len(same.unique(dim=0)) == 7  # each row has masks of its own
+    other = model.heads(features, BatchRows(6, torch.arange(7), 7)).uncertainty
+    assert not (other == whole).all(dim=1).any()
+    head = model.uncertainty
+    x = (features - head.centre) / head.spread * 2 * BatchRows(5, torch.arange(7), 7).draw_mask("features", WIDTH)
+    hidden = head.hidden(x).relu() * 2 * BatchRows(5, torch.arange(7), 7).draw_mask("hidden layer", 12)
+    torch.testing.assert_close(whole, head.linear(hidden * head.scale), rtol=1e-4, atol=1e-6)
+    masks = BatchRows(5, torch.arange(1000), 1000).draw_mask("features", 64)
+    assert masks.double().mean(dim=0).sub(0.5).abs().max() < 0.07
 
 
 @pytest.mark.parametrize(

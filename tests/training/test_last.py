@@ -36,7 +36,6 @@ def gradients(config, batch, numbers):
 @pytest.mark.parametrize("method", ["plain", "idml"])
 def test_a_step_is_that_of_full_training(last, method):
     """Loss, embeddings and the gradients of the last stage and the heads, up to the rounding to float16."""
-    last = {**last, "u_hidden": 0}  # without dropout
     config = from_dict({"out": "-", **{**last, "method": method}})
     images = load_dataset(config.data).train
     _, trained = build(config, images.labels, len(images.classes))

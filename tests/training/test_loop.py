@@ -122,15 +122,15 @@ def test_two_runs_in_one_directory(options, tmp_path):
 
 def test_nan_stops_and_names_the_images(options, tmp_path, monkeypatch):
     config = from_dict({"out": str(tmp_path), **options})
-    forward = Model.forward
+    heads = Model.heads
     calls = []
 
-    def poisoned(self, images):
+    def poisoned(self, features, rows=None):
         calls.extend([1] * self.training)
-        out = forward(self, images)
+        out = heads(self, features, rows)
         return out if len(calls) < 4 else type(out)(out.semantic * float("nan"), out.uncertainty)
 
-    monkeypatch.setattr(Model, "forward", poisoned)
+    monkeypatch.setattr(Model, "heads", poisoned)
     with pytest.raises(ValueError, match=r"step 3: .*NaN.*class \d\d/\d.png.*the last checkpoint stays"):
         train(config)
     monkeypatch.undo()

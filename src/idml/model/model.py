@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
 
+from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, full_precision
 from idml.errors import unknown_name
 from idml.files import write_atomic
@@ -58,6 +58,26 @@ class ModelConfig:
             raise ValueError("u_hidden goes with uncertainty='introspective': the Gaussian head is linear")
 
 
+@dataclass(frozen=True)
+class BatchRows:
+    """Which rows of a step's batch the heads see, and the seed of the step.
+
+    Dropout draws its masks for the whole batch from the seed and takes these rows. So an image gets the same masks in
+    whatever part of the batch and in whatever process it is embedded.
+    """
+
+    seed: int
+    rows: Tensor
+    """The places [n] of the rows in the batch."""
+    total: int
+    """How many rows the batch has."""
+
+    def draw_mask(self, layer: str, width: int) -> Tensor:
+        """Draw which inputs of a layer stay, each with probability ½ [n, width]."""
+        stream = random_stream(f"dropout of the {layer}", self.seed)
+        return torch.randint(2, (self.total, width), generator=stream, dtype=torch.bool)[self.rows.cpu()]
+
+
 def standard_deviation(log_variance: Tensor) -> Tensor:
     """Return σ = exp(½·log σ²), log σ² clamped to [−14, 4]."""
     return (0.5 * full_precision(log_variance).clamp(*LOG_VARIANCE_RANGE)).exp()
@@ -72,7 +92,8 @@ class UncertaintyHead(nn.Module):
     features would raise ‖u‖ to 60 within ten steps.
 
     With ``u_hidden`` the features are standardised by the first batch and pass through a hidden layer before W. In
-    training, half of them and half of the layer drop out; otherwise the head memorises a few thousand images.
+    training, half of them and half of the layer drop out; otherwise the head memorises a few thousand images. The masks
+    follow from ``rows``; without it torch's own generator draws them.
     """
 
     started: Tensor
@@ -93,15 +114,15 @@ class UncertaintyHead(nn.Module):
         self._known_started = False  # a copy in Python, so that no step waits for the GPU
         self.gaussian, self.detach = config.uncertainty == "gaussian", config.detach
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Return u or σ for each row of features [n, dim]."""
+    def forward(self, features: Tensor, rows: BatchRows | None = None) -> Tensor:
+        """Return u or σ for each row of features [n, dim]; ``rows`` says which rows of a step's batch they are."""
         if self.detach:
             features = features.detach()
         if not self._known_started:
             if not bool(self.started):
                 self._start(features)
             self._known_started = bool(self.started)
-        features = self._hidden_features(features)
+        features = self._hidden_features(features, rows, drop=self.training)
         out = full_precision(nn.functional.linear(features, self.linear.weight)) * self.scale + self.linear.bias
         return standard_deviation(out) if self.gaussian else out
 
@@ -109,7 +130,7 @@ class UncertaintyHead(nn.Module):
     def _start(self, features: Tensor) -> None:
         if self.hidden is not None:
             self._standardise(features)
-            features = self._hidden_features(features, drop=False)
+            features = self._hidden_features(features, None, drop=False)
         raw = full_precision(nn.functional.linear(features, self.linear.weight.to(features.dtype)))
         level = _mean_over_processes(torch.linalg.vector_norm(raw, dim=1).mean())
         if bool(torch.isfinite(level)) and float(level) > 0:
@@ -117,13 +138,13 @@ class UncertaintyHead(nn.Module):
             self.scale.copy_(wanted / level)
             self.started.fill_(True)
 
-    def _hidden_features(self, features: Tensor, drop: bool = True) -> Tensor:
+    def _hidden_features(self, features: Tensor, rows: BatchRows | None, *, drop: bool) -> Tensor:
         """Return the input of the last layer: the features, or the hidden layer's output."""
         if self.hidden is None:
             return features
-        drop = drop and self.training
-        x = dropout((full_precision(features) - self.centre) / self.spread, training=drop)
-        return dropout(self.hidden(x).relu(), training=drop)
+        x = (full_precision(features) - self.centre) / self.spread
+        x = self.hidden(_drop_half(x, "features", rows) if drop else x).relu()
+        return _drop_half(x, "hidden layer", rows) if drop else x
 
     def _standardise(self, features: Tensor) -> None:
         x = full_precision(features)
@@ -132,6 +153,12 @@ class UncertaintyHead(nn.Module):
         if bool(torch.isfinite(spread).all()):
             self.centre.copy_(centre)
             self.spread.copy_(torch.where(spread > 1e-6 * centre.abs(), spread, 1.0))
+
+
+def _drop_half(x: Tensor, layer: str, rows: BatchRows | None) -> Tensor:
+    """Return x with half of its entries set to 0, and the others doubled."""
+    mask = rows.draw_mask(layer, x.shape[1]).to(x.device) if rows else torch.rand_like(x) < 0.5
+    return 2 * x * mask
 
 
 def _mean_over_processes(share: Tensor) -> Tensor:
@@ -171,9 +198,9 @@ class Model(nn.Module):
         out: Tensor = self.trunk(images.to(self.trunk.mean.dtype))
         return out
 
-    def heads(self, features: Tensor) -> Embeddings:
-        """Return the embeddings of features [n, width]."""
-        return Embeddings(full_precision(self.semantic(features)), self.uncertainty(features))
+    def heads(self, features: Tensor, rows: BatchRows | None = None) -> Embeddings:
+        """Return the embeddings of features [n, width]; in training, dropout draws its masks for ``rows``."""
+        return Embeddings(full_precision(self.semantic(features)), self.uncertainty(features, rows))
 
     @cached_property
     def stages(self) -> Stages:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from idml.data.augment import Batch
 from idml.embeddings import Embeddings
 from idml.methods.base import Method
-from idml.model import Model
+from idml.model import BatchRows, Model
 from idml.training.config import TrainConfig
 from idml.training.distributed import Processes
 
@@ -22,23 +22,30 @@ def compute_gradients(
 
     This process embeds its share of the batch, in parts of ``micro_batch`` images if asked for. Those are embedded
     twice: first without history for the loss, which sees all of them, then part by part with the gradient that the
-    loss gave each embedding (Gao et al., 2021). So the gradients are those of the whole batch.
+    loss gave each embedding (Gao et al., 2021). So the gradients are those of the whole batch: dropout in the heads
+    draws its masks by the row of the whole batch. Random draws inside the trunk differ with the parts.
     """
-    ways: dict[str, Callable[[Tensor], Embeddings]] = {"all": model, "last": model.last_stage, "heads": model.heads}
-    embed = ways[config.train]
-    share = processes.share(batch.images)
-    parts = share.split(config.micro_batch or len(share))
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"all": model.features, "heads": lambda features: features}
+    compute_features = model.stages.features if config.train == "last" else ways[config.train]
+    share, rows = processes.share(batch.images), processes.share(torch.arange(len(batch.images)))
+    size = config.micro_batch or len(share)
+    parts = list(zip(share.split(size), rows.split(size), strict=True))
 
-    def embed_part(part: int) -> Embeddings:
-        torch.manual_seed(seed + part)  # for random draws inside the network
-        with torch.autocast(share.device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
-            return embed(parts[part])
+    def features_of(part: int) -> Tensor:
+        torch.manual_seed(seed + part)  # for random draws inside the trunk
+        with autocast:
+            return compute_features(parts[part][0])
 
+    def embed(features: Tensor, rows: Tensor) -> Embeddings:
+        with autocast:
+            return model.heads(features, BatchRows(seed, rows, len(batch.images)))
+
+    autocast = torch.autocast(share.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
     if len(parts) == 1:
-        own = embed_part(0)
+        own = embed(features_of(0), rows)
     else:
-        with torch.no_grad():
-            own = Embeddings.cat([embed_part(part) for part in range(len(parts))])
+        with torch.no_grad():  # the heads see all parts at once: a new uncertainty head starts at the whole share
+            own = embed(torch.cat([features_of(part) for part in range(len(parts))]), rows)
         own = Embeddings(own.semantic.requires_grad_(), own.uncertainty.requires_grad_())
     whole = processes.gather(own)
     terms = method.loss(whole, batch, numbers, seed)
@@ -48,7 +55,7 @@ def compute_gradients(
     value.backward()
     if len(parts) > 1:
         for part in range(len(parts)):
-            _backpropagate_part(embed_part(part), own, part * config.micro_batch)
+            _backpropagate_part(embed(features_of(part), parts[part][1]), own, part * size)
     processes.sum_gradients(model)
     processes.average_statistics(model)
     return {name: float(term.detach()) for name, term in terms.items()}, whole.detach()
