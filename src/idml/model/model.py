@@ -17,6 +17,7 @@ from idml.embeddings import Embeddings, full_precision
 from idml.errors import unknown_name
 from idml.files import write_atomic
 from idml.model.backbones import PACKAGED, Stages, Trunk, build_trunk
+from idml.model.weights import Form, Weights, check_tensors, find_form, read_safetensors, read_weights
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
@@ -40,6 +41,12 @@ class ModelConfig:
     in_chans: int = 3
     image_size: int | None = None
     """Pixels; None takes the size the trunk was trained on."""
+    trunk_form: Form = "timm"
+    """timm, or keras: the `resnet50` of Keras, with other strides and another normalisation of the images."""
+    weights_file: str | None = None
+    """Name of the local file that the trunk started from, if any. Nothing reads that file again."""
+    weights_sha256: str | None = None
+    """SHA-256 of that file."""
 
     def __post_init__(self) -> None:
         for name in ("embedding_dim", "in_chans", "image_size"):
@@ -56,6 +63,15 @@ class ModelConfig:
             raise ValueError(f"u_hidden must be a whole number of at least 0, got {self.u_hidden!r}")
         if self.u_hidden and self.uncertainty == "gaussian":
             raise ValueError("u_hidden goes with uncertainty='introspective': the Gaussian head is linear")
+        if self.trunk_form not in ("timm", "keras"):
+            raise ValueError(f"trunk_form must be 'timm' or 'keras', got {self.trunk_form!r}")
+        if self.trunk_form == "keras" and self.trunk.partition(".")[0] != "resnet50":
+            raise ValueError(f"trunk_form 'keras' is for resnet50, not for {self.trunk}")
+
+    @property
+    def network(self) -> str:
+        """The trunk and its form: two networks that compute differently have different names."""
+        return self.trunk if self.trunk_form == "timm" else f"{self.trunk} ({self.trunk_form})"
 
 
 @dataclass(frozen=True)
@@ -172,10 +188,15 @@ def _mean_over_processes(share: Tensor) -> Tensor:
 class Model(nn.Module):
     """A network from images to `Embeddings`. Images are uint8 or floats in [0, 1]; the model normalises them."""
 
-    def __init__(self, config: ModelConfig, *, pretrained: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, pretrained: bool = False, weights: Weights | None = None) -> None:
         super().__init__()
         self.trunk = build_trunk(
-            config.trunk, pretrained=pretrained, in_chans=config.in_chans, image_size=config.image_size
+            config.trunk,
+            pretrained=pretrained,
+            in_chans=config.in_chans,
+            image_size=config.image_size,
+            form=config.trunk_form,
+            weights=weights,
         )
         self.config = dataclasses.replace(config, image_size=self.trunk.image_size)
         self.semantic = nn.Linear(self.trunk.width, config.embedding_dim)
@@ -257,8 +278,13 @@ class Model(nn.Module):
                 yield torch.stack([load_square(path, self.trunk.image_size, grey=grey) for path in part])
 
 
-def build_model(trunk: str = PACKAGED, *, pretrained: bool = True, **config: Any) -> Model:
+def build_model(
+    trunk: str = PACKAGED, *, pretrained: bool = True, weights: str | Path | None = None, **config: Any
+) -> Model:
     """Build a new model; ``config`` are the other fields of `ModelConfig`. ``conv4`` starts from random weights.
+
+    ``weights`` is a safetensors file that the trunk starts from instead; its name and SHA-256 are kept in the
+    configuration, and so is the form of the trunk that it is for.
 
     >>> model = build_model("conv4", embedding_dim=8)
     >>> model(torch.rand(3, 3, 28, 28))
@@ -268,7 +294,11 @@ def build_model(trunk: str = PACKAGED, *, pretrained: bool = True, **config: Any
     unknown = sorted(set(config) - known)
     if unknown:
         raise ValueError(unknown_name("model option", unknown[0], sorted(known)))
-    return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained and trunk != "conv4")
+    if weights is None:
+        return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained and trunk != "conv4")
+    given = read_weights(weights)
+    source = {"weights_file": given.path.name, "weights_sha256": given.sha256, "trunk_form": find_form(trunk, given)}
+    return Model(ModelConfig(trunk=trunk, **{**config, **source}), weights=given)
 
 
 # -------------------- files --------------------
@@ -301,21 +331,7 @@ def load_model(run: str | Path) -> Model:
         model = Model(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    expected = model.state_dict()
-    missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing:
-        raise ValueError(f"{path}: {len(missing)} of {len(expected)} tensors are missing (first: {missing[0]})")
-    if unknown:
-        raise ValueError(f"{path}: {len(unknown)} tensors do not belong to this model (first: {unknown[0]})")
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{path}: {name} has shape {list(tensor.shape)}, the model needs {list(expected[name].shape)}"
-            )
-        if tensor.is_floating_point() != expected[name].is_floating_point():
-            raise ValueError(f"{path}: {name} is {tensor.dtype}, the model needs {expected[name].dtype}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{path}: {name} holds NaN or infinity")
+    check_tensors(path, tensors, model.state_dict(), "the model")
     model.load_state_dict(tensors)
     return model.eval()
 
@@ -325,21 +341,10 @@ def _missing_model(path: Path) -> FileNotFoundError:
 
 
 def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise _missing_model(path)
-    with path.open("rb") as file:
-        head = file.read(9)
-    # a safetensors file begins with the length of its header, which may be any bytes, and then the header's brace
-    if (head[:2] == b"PK" or head[:1] == b"\x80") and head[8:] != b"{":
-        raise ValueError(f"{path} is a pickle (torch.save) file; idml reads only safetensors, which cannot run code")
-    try:
-        with safe_open(path, framework="pt") as file:
-            description = (file.metadata() or {}).get("idml")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a sound safetensors file ({error})") from None
+    metadata, tensors = read_safetensors(path)
+    description = metadata.get("idml")
     if description is None:
         raise ValueError(f"{path} contains no idml model configuration; it was not written by idml")
     try:

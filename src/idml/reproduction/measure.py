@@ -58,7 +58,9 @@ def measure_run(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddi
 
 def measure_raw(config: TrainConfig, dataset: Dataset, _: object) -> dict[str, Any]:
     """Return the figures without learning: of the pretrained trunk's features, or of the pixels if there are none."""
-    model = build_model(config.trunk, pretrained=config.pretrained, image_size=config.image_size)
+    model = build_model(
+        config.trunk, pretrained=config.pretrained, weights=config.weights, image_size=config.image_size
+    )
     sets = [_pixels(images, model.trunk.image_size) for images in (dataset.test, dataset.gallery) if images is not None]
     if config.starts_from_weights:
         embeddings = [Embeddings.certain(load_features(model, pixels)) for pixels in sets]

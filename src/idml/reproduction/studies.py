@@ -176,7 +176,9 @@ def measure_audit(config: TrainConfig, run: Path, dataset: Dataset, _: object, _
 
 def measure_raw_audit(config: TrainConfig, dataset: Dataset, seed: int) -> dict[str, Any]:
     """Return the same for the trunk's own features."""
-    model = build_model(config.trunk, pretrained=config.pretrained, image_size=config.image_size)
+    model = build_model(
+        config.trunk, pretrained=config.pretrained, weights=config.weights, image_size=config.image_size
+    )
     pixels = load_pixels(dataset.test, resized_side(model.trunk.image_size))
     features, labels = load_features(model, pixels), pixels.images.labels[pixels.usable]
     return {"planted": planted_figures(Embeddings.certain(features), features, labels, seed)}

@@ -34,6 +34,7 @@ def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Met
     model = build_model(
         config.trunk,
         pretrained=config.pretrained,
+        weights=config.weights,
         embedding_dim=config.embedding_dim,
         image_size=config.image_size,
         **kind.model_options(config.method_options),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from idml.files import lock_file, write_atomic
+from idml.model import Model
 from idml.training.config import TrainConfig, from_dict, list_differences, to_dict
 
 
@@ -28,7 +29,7 @@ class Position:
 
 def save_checkpoint(
     path: Path,
-    model: nn.Module,
+    model: Model,
     method: nn.Module,
     optimizer: torch.optim.Optimizer,
     progress: Position,
@@ -42,7 +43,8 @@ def save_checkpoint(
     tensors |= {f"method.{k}": v for k, v in method.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{number}.{k}": torch.as_tensor(v) for k, v in state.items()}
-    note = {"progress": asdict(progress), "config": to_dict(config), "dataset": dataset}
+    note: dict[str, Any] = {"progress": asdict(progress), "config": to_dict(config), "dataset": dataset}
+    note["weights_sha256"] = model.config.weights_sha256
     data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata={"idml": json.dumps(note)})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
@@ -50,19 +52,20 @@ def save_checkpoint(
 
 def load_checkpoint(
     path: Path,
-    model: nn.Module,
+    model: Model,
     method: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
     dataset: str,
 ) -> Position:
-    """Restore a checkpoint; one of another configuration or data set is refused with the difference."""
+    """Restore a checkpoint; one of another configuration, data set or file of weights is refused."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             note = json.loads(file.metadata()["idml"])
             options, data, progress = dict(note["config"]), note["dataset"], Position(**note["progress"])
+            weights = note.get("weights_sha256")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a sound checkpoint ({str(error).splitlines()[0]})") from None
@@ -74,6 +77,8 @@ def load_checkpoint(
     changed = list_differences(before, config)
     if changed:
         raise ValueError(f"cannot resume with other options: {'; '.join(changed)}")
+    if weights != model.config.weights_sha256:
+        raise ValueError(f"cannot resume with other weights: {config.weights} is not the file this run began with")
     if data != dataset:
         raise ValueError(f"cannot resume on other data: {config.data} no longer holds the images this run began with")
     try:

@@ -53,6 +53,8 @@ class TrainConfig:
     """Any timm model, or conv4 for small images."""
     pretrained: bool = True
     """Start from ImageNet weights (conv4 has none)."""
+    weights: str | None = None
+    """A safetensors file that the trunk starts from instead, in timm's names; its classifier is ignored."""
     train: Train = "all"
     """What learns: all; heads; or last, which is the trunk's last stage and the heads. The rest is computed once."""
     crops: int = 4
@@ -126,6 +128,8 @@ class TrainConfig:
             check_number(name, getattr(self, name), above=0)
         for name in ("weight_decay", "holdout"):
             check_number(name, getattr(self, name), at_least=0)
+        if self.weights is not None and not (isinstance(self.weights, str) and self.weights):
+            raise ValueError(f"weights must be the name of a safetensors file, got {self.weights!r}")
         method = find_method(self.method)
         if self.method_options is None:
             object.__setattr__(self, "method_options", method.Options())
@@ -142,8 +146,8 @@ class TrainConfig:
 
     @property
     def starts_from_weights(self) -> bool:
-        """Whether the trunk begins with pretrained weights."""
-        return self.pretrained and self.trunk != "conv4"
+        """Whether the trunk begins with pretrained weights or those of a file."""
+        return self.weights is not None or (self.pretrained and self.trunk != "conv4")
 
     @property
     def keeps_bn_statistics(self) -> bool:
@@ -240,8 +244,13 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def list_differences(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """What differs between two configurations, one line for each option; where a run lies does not count."""
+    """What differs between two configurations, one line for each option; where a run lies does not count.
+
+    Nor does it count where a file of weights lies: `load_checkpoint` compares what is in it.
+    """
     a, b = to_dict(old), to_dict(new)
+    if old.weights is not None and new.weights is not None:
+        a["weights"] = b["weights"]
     keys = [key for key in {**a, **b} if key not in ("out", "workers") and a.get(key) != b.get(key)]
     return [f"{key}: {a.get(key)!r} → {b.get(key)!r}" for key in keys]
 
