@@ -284,7 +284,7 @@ def build_model(
     """Build a new model; ``config`` are the other fields of `ModelConfig`. ``conv4`` starts from random weights.
 
     ``weights`` is a safetensors file that the trunk starts from instead; its name and SHA-256 are kept in the
-    configuration, and so is the form of the trunk that it is for.
+    configuration, and so is the form of the trunk that it is for, which is found unless ``trunk_form`` is given.
 
     >>> model = build_model("conv4", embedding_dim=8)
     >>> model(torch.rand(3, 3, 28, 28))
@@ -297,8 +297,9 @@ def build_model(
     if weights is None:
         return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained and trunk != "conv4")
     given = read_weights(weights)
-    source = {"weights_file": given.path.name, "weights_sha256": given.sha256, "trunk_form": find_form(trunk, given)}
-    return Model(ModelConfig(trunk=trunk, **{**config, **source}), weights=given)
+    source = {"weights_file": given.path.name, "weights_sha256": given.sha256}
+    form = config.pop("trunk_form", None) or find_form(trunk, given)
+    return Model(ModelConfig(trunk=trunk, trunk_form=form, **{**config, **source}), weights=given)
 
 
 # -------------------- files --------------------
