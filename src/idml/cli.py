@@ -270,20 +270,22 @@ def _add_reproduce(commands: Any) -> None:
     parser.add_argument(
         "what",
         metavar="WHAT",
-        help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, "
-        "proxies, teach-u, fit, margins, finetune; uncertainty, guarantee, audit; noise, beta, settings, "
-        "found (shown only); results (the page of all); collect (merge finished runs into the stored "
-        "results)",
+        help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, u; "
+        "finetune, default-form, finetune-long, live-u, resnet50 (everything trained); uncertainty, guarantee, audit; "
+        "results (the pages of all); collect (merge finished runs into the stored results)",
     )
     parser.add_argument(
         "--scale", metavar="WORD", default="laptop", help="laptop (default), or paper: ResNet-50 on GPUs"
     )
     parser.add_argument(
-        "--regime", metavar="WORD", help="on a laptop: frozen, last, full or scratch (default by the data set)"
+        "--regime",
+        metavar="WORD",
+        help="on a laptop: frozen, last, full, resnet50 or scratch (default by the data set)",
     )
     parser.add_argument("--data", metavar="SPEC", help="data set (default glyphs)")
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each arm (default by the table)")
     parser.add_argument("--out", metavar="DIR", default="results", help="where to put it (default results)")
+    parser.add_argument("--weights", metavar="FILE", help="resnet50: the trunk's ImageNet weights (safetensors)")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
 
 
@@ -300,6 +302,7 @@ def _reproduce(options: argparse.Namespace) -> int:
                 Path(options.out),
                 scale=options.scale,
                 regime=options.regime,
+                weights=None if options.weights is None else Path(options.weights),
                 dry_run=options.dry_run,
                 report=display.report,
                 note=display.note,

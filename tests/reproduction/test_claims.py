@@ -21,6 +21,7 @@ from idml.reproduction.claims import (
     TableRuns,
     Verdict,
     count_verdicts,
+    detectable_difference,
     estimate,
     gain,
     paper_figure,
@@ -31,7 +32,7 @@ from idml.reproduction.claims import (
 from idml.reproduction.figures import plot_table
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import LOSSES, Arm
-from idml.reproduction.render import colour_verdicts
+from idml.reproduction.results_page import colour_verdicts
 from idml.reproduction.runner import ArmProgress
 
 
@@ -119,6 +120,12 @@ def test_the_interval_is_students():
     assert (mean - half, mean + half) == pytest.approx((low, high))
     assert student_interval([2.0])[0] == 2.0
     assert math.isnan(student_interval([2.0])[1])
+
+
+def test_the_smallest_difference_is_half_the_width_of_an_interval():
+    gains = [Estimate(0.3, -0.2, 0.8), Estimate(1.0, 0.9, 1.1), Estimate(-5.0, -7.0, -3.0)]
+    assert detectable_difference(gains) == pytest.approx((0.5, 0.1, 2.0))
+    assert detectable_difference([]) is None
 
 
 IDML, PLAIN = ("proxy_anchor", "idml"), ("proxy_anchor", "plain")

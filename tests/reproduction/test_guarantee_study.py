@@ -11,12 +11,12 @@ from scipy.stats import binom
 from idml import Embeddings
 from idml.calibration.calibrate import compare_scores
 from idml.calibration.open_set import QueryPool, draw_unknown
+from idml.calibration.risk_control import ERROR_RATES
 from idml.calibration.stored import Calibration
 from idml.data.sampling import random_stream
 from idml.reproduction import guarantee_study
 from idml.reproduction.guarantee_study import (
     DELTA,
-    ERRORS,
     GALLERIES,
     against_table,
     count_outcomes,
@@ -67,7 +67,7 @@ def test_outcomes_against_loops(pool, labelled):
     fresh = set(range(1200)) - set(rows.tolist())
     seen = count_outcomes(found, trial, rows)
     assert list(seen) == ["0.05", "0.1", "0.2"]
-    for target, counts in zip(ERRORS, seen.values(), strict=True):
+    for target, counts in zip(ERROR_RATES, seen.values(), strict=True):
         threshold = found.find_guarantee(target, 0.9).threshold
         match = [i for i in range(1200) if threshold is not None and p[i] >= threshold]
         wrong = [i for i in match if not trial.correct[i]]
@@ -118,7 +118,7 @@ def test_guarantees_by_image_hold(measured):
 def test_tables(measured):
     results = list(measured.values())
     header, rows = guarantee_table(results)
-    assert len(rows) == len(GALLERIES) * 2 * len(ERRORS)
+    assert len(rows) == len(GALLERIES) * 2 * len(ERROR_RATES)
     assert all(len(row) == len(header) for row in rows)
     row = next(r for r in rows if r[:3] == ["labelled", "50%", "20%"])
     total = measured[0.5]["guarantees"]["labelled"]["image"]["0.2"]

@@ -1,4 +1,4 @@
-"""`idml reproduce` by command: tables, retired tables, bad input, and the paper's scale."""
+"""`idml reproduce` by command: tables, rows of other versions, bad input, and the paper's scale."""
 
 import csv
 import dataclasses
@@ -17,6 +17,7 @@ from idml.data.datasets import load_dataset
 from idml.reproduction import regimes
 from idml.reproduction.paper_tables import TABLES
 from idml.reproduction.regimes import TWICE, Arms, regime_for
+from idml.reproduction.reproduce import reproduce
 from idml.reproduction.runner import Measures, Store, open_store
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -29,7 +30,8 @@ def test_a_dry_run_says_the_jobs_the_settings_and_the_hours(tmp_path, capsys):
     for words in (
         "table1 on cub, paper", "table1 on cars, paper", "table1 on sop, paper", "hours on one NVIDIA A100, assumed",
         "trunk resnet50, image_size 224, embedding_dim 512, batch_size 120, per_class 0, epochs 60, warmup_epochs 5",
-        "proxy_anchor-idml-gamma=3-lr=0.00025-seed=0: ", "proxy_anchor-idml-lr=chosen-seed=4: ",
+        "proxy_anchor-idml-gamma=3-labels=sets-mixing=separate-lr=0.00025-seed=0: ",
+        "proxy_anchor-idml-labels=sets-mixing=separate-lr=chosen-seed=4: ",
         "learning rates 1e-05, 0.0001, 0.0006", "all data sets: ",
     ):  # fmt: skip
         assert words in text
@@ -39,7 +41,9 @@ def test_a_dry_run_says_the_jobs_the_settings_and_the_hours(tmp_path, capsys):
     hours = {job["name"]: job["hours"] for job in plan["jobs"]}
     seen = 60 * 5864 * 0.9
     assert hours["contrastive-plain-lr=1e-05-seed=0"] == pytest.approx((seen / 400 + 300) / 3600)
-    assert hours["contrastive-idml-lr=1e-05-seed=0"] == pytest.approx((2 * seen / 400 + 300) / 3600)
+    assert hours["contrastive-idml-labels=sets-mixing=separate-lr=1e-05-seed=0"] == pytest.approx(
+        (2 * seen / 400 + 300) / 3600
+    )
     assert plan["hours"] == pytest.approx(sum(hours.values()))
     assert not (tmp_path / "out").exists()
 
@@ -96,7 +100,7 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     folder, cells = out / "tables" / "table1-folder-frozen", out / "cells" / "folder-frozen"
     rows = list(csv.DictReader((folder / "table.csv").open()))
-    assert [row["arm"] for row in rows] == ["", "plain", TWICE, "idml", "release"]  # the retired arm is left out
+    assert [row["arm"] for row in rows] == ["", "plain", TWICE, "idml", "release"]
     assert all("[" in row["R@1"] for row in rows)
     assert rows[3]["R@1 gain"][0] in "+-"
     assert rows[3]["over"] in ("raw features", "plain")
@@ -105,7 +109,7 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     held_out = [100 * json.loads(cell.read_text())["selected_score"] for cell in cells.glob("proxy_anchor-plain-lr=*")]
     assert len(held_out) == 2
     assert float(rows[1]["held-out"]) == pytest.approx(sum(held_out) / 2, abs=0.051)
-    assert ("almost plain" in rows[3]["remark"]) == (float(rows[3]["weight"]) > 0.98)
+    assert ("not introspective" in rows[3]["remark"]) == (float(rows[3]["weight"]) > 0.98)
     assert len(list(csv.DictReader((folder / "per_seed.csv").open()))) == 8
     asked = ("IDML improves", "IDML is above plain with as many images,")
     assert list(found["claims"]) == [f"{claim} ProxyAnchor" for claim in asked]
@@ -119,7 +123,9 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     assert main(["reproduce", "collect", "--out", str(out)]) == 0
     assert "collected 9 into folder-frozen.jsonl" in capsys.readouterr().out
     assert main([*command]) == 0
-    assert "IDML improves ProxyAnchor: **" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "IDML improves ProxyAnchor: **" in text
+    assert re.search(r"Smallest difference in R@1 that it could have detected: \d+\.\d points", text)
     assert list(cells.iterdir()) == []
     assert list(csv.DictReader((folder / "table.csv").open())) == rows
     assert main([*command, "--dry-run"]) == 0
@@ -129,14 +135,15 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| claim | folder, frozen |" in text
     assert re.search(r"[|] IDML improves ProxyAnchor [|] [a-z ]+: [-+]", text)
-    theirs = text[text.index("## The paper's claims: ") :].partition("\n## ")[0]
+    theirs = text[text.index("## All claims of the paper: ") :].partition("\n## ")[0]
     ours = text[text.index("## Our own questions: ") :]
     assert "| IDML is above plain with as many images, ProxyAnchor |" in ours  # asked in Table 1, but not by the paper
     assert "with as many images" not in theirs
     counted = re.findall(r"(\d+) ([a-z ]+)", theirs.splitlines()[0])
     judged = Counter(line.split(" | ")[1].partition(":")[0] for line in theirs.splitlines()[4:] if " | " in line)
     assert judged == {word: int(count) for count, word in counted} != {}
-    assert "Not run yet, or less than three quarters: table2 (folder, frozen)" in text
+    assert "Being run: table1 (cub, frozen)" in text
+    assert "Smallest difference" in text
     assert "Table 5" in text  # its rows are shared with Table 1
     assert "idml reproduce table1 --data folder:PATH" in text
     page = (tmp_path / "docs" / "results.html").read_text()
@@ -144,17 +151,30 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     assert str(tmp_path) not in text + page
 
 
-def test_a_retired_table_is_shown_from_stored_rows_with_its_commits(tmp_path, capsys):
+def test_rows_of_version_1_are_not_used_and_one_line_says_so(tmp_path, capsys):
     for path in RESULTS.glob("cub-f*"):
         shutil.copy(path, tmp_path)
-    assert main(["reproduce", "beta", "--out", str(tmp_path)]) == 0
+    assert main(["reproduce", "table5", "--data", "cub:x", "--out", str(tmp_path), "--dry-run", "--json"]) == 0
     text = capsys.readouterr()
-    assert "idml, ‖u₁‖+‖u₂‖" in text.out
-    (line,) = [line for line in text.err.splitlines() if "retired" in line]
-    assert re.search(r"beta is retired: .* rows of cub, frozen, made by commits? [0-9a-f]{7}", line)
-    assert (tmp_path / "tables" / "beta-cub-frozen" / "per_seed.csv").exists()
-    assert main(["reproduce", "beta", "--data", "cars:x", "--out", str(tmp_path)]) == 2
-    assert "holds no rows of cars" in capsys.readouterr().err
+    (line,) = text.err.splitlines()
+    assert re.search(
+        r"cub-frozen.jsonl holds \d+ rows of version 1 of the protocol, which version 2 does not use", line
+    )
+    assert len(json.loads(text.out)["jobs"]) == 2 * (3 + 2)
+    assert main(["reproduce", "beta", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "beta is a table of version 1 of the protocol" in line
+    assert "docs/results-v1.md" in line
+
+
+def test_a_dry_run_counts_the_features_of_a_frozen_trunk_once(tmp_path):
+    def plan(what):
+        return reproduce(what, "cub:x", out=tmp_path, dry_run=True)
+
+    each = 2 * 0.9 * 5864 / 100 / 3600  # two epochs of crops, 100 images a second
+    assert plan("table5")["feature_hours"] == pytest.approx(3 * 2 * each)  # three seeds: originals, mixtures
+    assert plan("tau")["feature_hours"] == pytest.approx(2 * each)  # one seed
+    assert plan("finetune")["feature_hours"] == 0
 
 
 @pytest.mark.parametrize(
@@ -168,9 +188,15 @@ def test_a_retired_table_is_shown_from_stored_rows_with_its_commits(tmp_path, ca
         (["audit", "--scale", "paper"], "one scale only"),
         (["first"], "unknown table 'first'"),
         (["table1", "--data", "cub:/nowhere/at/all"], "/nowhere/at/all"),
+        (["live-u", "--data", "cub:x"], "`idml reproduce default-form` chooses it"),
+        (["finetune-long", "--data", "cub:x"], "`idml reproduce default-form` chooses"),
+        (["resnet50", "--data", "cub:x"], "name their file with --weights"),
+        (["resnet50", "--data", "cub:x", "--weights", "/nowhere.safetensors"], "/nowhere.safetensors"),
+        (["table1", "--data", "cub:x", "--weights", "x"], "--weights is for the regime resnet50"),
     ],
 )
-def test_bad_input_is_one_line(arguments, line, tmp_path, capsys):
+def test_bad_input_is_one_line(arguments, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(regimes, "CHOSEN_FORM", None)
     assert main(["reproduce", *arguments, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert line in error

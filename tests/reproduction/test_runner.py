@@ -1,5 +1,6 @@
 """Cells: what names them, that each is made once, by one worker, and what happens to broken ones; the protocol."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ from PIL import Image
 from idml.data.datasets import load_dataset
 from idml.reproduction import runner
 from idml.reproduction.paper_tables import TABLES
-from idml.reproduction.regimes import Arm, Arms, regime_for
+from idml.reproduction.regimes import Arms, regime_for
 from idml.reproduction.runner import (
     RAW,
     Cell,
@@ -66,7 +67,7 @@ def test_the_same_options_are_one_cell_in_every_table(tmp_path):
     store, arms = Store(tmp_path, "cub:x", regime), Arms("cub:x", regime)
     asked = [arms.arm("proxy_anchor", "idml"), *TABLES["tau"](arms).arms, *TABLES["gamma"](arms).arms]
     names = {store.cell(arm.loss, arm.options, 1e-3, 0).name for arm in asked if arm.name in ("idml", "τ = 5", "γ = 0")}
-    assert names == {"proxy_anchor-idml-lr=0.001-seed=0"}
+    assert names == {"proxy_anchor-idml-labels=sets-mixing=separate-lr=0.001-seed=0"}
     other = store.cell("proxy_anchor", {"method": "idml", "tau": 3.0, "ambiguity": ("blur",)}, 3e-4, 2)
     assert other.name == "proxy_anchor-idml-ambiguity=blur-tau=3-lr=0.0003-seed=2"
     assert other.options["ambiguity"] == ["blur"]
@@ -113,7 +114,9 @@ def test_a_row_has_what_intervals_and_verdicts_need(patterns, small, tmp_path):
     assert sum(found["classes"]["map@r"]) / 24 == pytest.approx(found["selected"]["map@r"], abs=1e-4)
     assert found["images_seen"] == found["steps"] * 16  # mixtures double the batch of 8
     assert {"weight", "level_spread", "auroc_mixed", "r_auroc", "last", "nmi", "machine", "date"} <= found.keys()
-    assert (found["version"], found["name"], found["commit"]) == (1, cell.name, source_commit())
+    assert (found["version"], found["name"], found["commit"]) == (2, cell.name, source_commit())
+    low, high = found["r_auroc_interval"]
+    assert low <= found["r_auroc"] <= high
     assert len(found["levels"]["mixed"]) == 21
     assert len(found["trend"]["level_mixed"]) == 1
     assert 0 <= found["introspective"]["selected"]["map@r"] <= 1
@@ -219,6 +222,30 @@ def test_a_run_whose_loss_is_not_a_number_is_kept_as_failed(plain, monkeypatch):
             store.make(store.cell("contrastive", {"method": "plain"}, 1e-2, 0), dataset, quiet, SHORT)
 
 
+def test_cells_lie_where_the_environment_says_and_are_collected_from_there(
+    plain, patterns, small, tmp_path, monkeypatch
+):
+    _, cell, dataset = plain
+    monkeypatch.setenv("IDML_RUNS", str(tmp_path / "runs"))
+    store = open_store(tmp_path / "out", patterns, small, dataset, quiet)
+    store.make(cell, dataset, quiet, SHORT)
+    assert not (tmp_path / "out" / "cells").exists()
+    assert (tmp_path / "runs" / "folder-frozen" / f"{cell.name}.json").exists()
+    assert collect_cells(tmp_path / "out")["collected"] == {"folder-frozen": 1}
+    monkeypatch.delenv("IDML_RUNS")
+    assert open_store(tmp_path / "out", patterns, small, dataset, quiet).read(cell)["name"] == cell.name
+
+
+def test_rows_keep_the_hash_of_local_weights_and_not_their_place(tmp_path, small):
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(b"weights")
+    store = Store(tmp_path / "out", "folder:x", small, weights=file)
+    cell = store.cell("contrastive", {"method": "plain"}, 1e-3, 0)
+    assert store.config(cell, tmp_path / "run").weights == str(file)
+    assert "weights" not in cell.options
+    assert hashlib.sha256(b"weights").hexdigest()[:16] == store.weights_hash()
+
+
 def test_one_worker_at_a_time_takes_a_cell(tmp_path, small):
     workers = [Store(tmp_path, "folder:x", small) for _ in range(2)]
     with workers[0].take(Cell("cell", {})) as first:
@@ -251,20 +278,6 @@ def test_tuning_comes_first_then_the_other_seeds_at_the_best_rate(tmp_path, smal
     assert read_progress(store, arm, 3).rate == 1e-3
     scores["contrastive-plain-lr=0.001-seed=0"] = {"failed": "step 1: the loss is nan"}
     assert read_progress(store, arm, 3).refused == "training failed at every learning rate"
-
-
-def test_a_retired_arm_is_read_and_never_made(tmp_path, small):
-    store = Store(tmp_path, "folder:x", small)
-    arm = Arm("contrastive", "constant", {"method": "constant", "gamma": 4.0})
-    assert arm.retired
-    at = read_progress(store, arm, 2)
-    assert at.missing == ()
-    assert at.refused.startswith("retired")
-    scores = {f"contrastive-constant-gamma=4-lr={rate}-seed=0": {"selected_score": 0.3} for rate in ("0.001", "0.01")}
-    store.read = lambda cell: scores.get(cell.name)
-    at = read_progress(store, arm, 2)
-    assert at.runs == {0: {"selected_score": 0.3}}
-    assert at.missing == ()  # seed 1 is not stored, and nothing can make it
 
 
 def test_workers_wait_for_each_other(plain, monkeypatch):

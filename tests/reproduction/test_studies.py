@@ -109,9 +109,10 @@ def test_a_study_is_made_once_and_read_without_its_data(patterns, small, tmp_pat
     monkeypatch.setattr(studies, "LOSSES", ("proxy_anchor",))
     monkeypatch.setattr(studies, "METHODS", ("idml", "pel"))
     if what == "audit":
-        names = ["audit-proxy_anchor-idml-lr=0.0003-seed=0"]
+        names = ["audit-proxy_anchor-idml-labels=sets-mixing=separate-lr=0.0003-seed=0"]
     else:
-        names = [f"uncertainty-proxy_anchor-{method}-lr=0.0003-seed=0" for method in ("idml", "pel")]
+        words = ("idml-labels=sets-mixing=separate", "pel")
+        names = [f"uncertainty-proxy_anchor-{method}-lr=0.0003-seed=0" for method in words]
     out = tmp_path / "out"
     assert reproduce(what, patterns, 1, out, dry_run=True)["missing"] == names
     assert not out.exists()

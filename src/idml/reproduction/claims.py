@@ -29,6 +29,7 @@ from idml.reproduction.runner import ArmProgress
 
 CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING = "confirmed", "not confirmed", "cannot tell at this scale", "missing"
 SAME_AS_PLAIN = 0.98  # a mean weight above this: the metric is almost the plain one
+NOT_INTROSPECTIVE = "not introspective"
 _WORTH = 0.5  # points: the smallest gain of interest where the paper gives none
 WORDS = (CONFIRMED, NOT_CONFIRMED, CANNOT_TELL, MISSING)
 ROUNDS = 2000
@@ -158,6 +159,16 @@ def interval_text(values: list[float], digits: int, *, sign: bool = False) -> st
     return f"{mean:{'+' if sign else ''}.{digits}f}" + (f" ± {half:.{digits}f}" if half == half else "")
 
 
+def detectable_difference(gains: Iterable[Estimate]) -> tuple[float, float, float] | None:
+    """Return the smallest difference that a table could have detected: median, least and largest half width.
+
+    A gain is detected if its 95 % interval does not hold 0, so a true difference as large as half the width of the
+    interval is detected in about half of all repetitions of an experiment, and one 1.4 times as large in about 80 %.
+    """
+    halves = sorted((each.high - each.low) / 2 for each in gains)
+    return (statistics.median(halves), halves[0], halves[-1]) if halves else None
+
+
 # -------------------- verdicts --------------------
 
 
@@ -220,33 +231,43 @@ class Gain:
     own: bool = False
     """Whether it is our own question among the paper's claims."""
 
-    def decide(self, found: TableRuns) -> Verdict:
-        """Decide by the interval of the paired difference in R@1."""
+    def change(self, found: TableRuns) -> tuple[str, Runs, Estimate] | None:
+        """Return the rival's name and runs, and the paired difference in R@1; None while runs are missing."""
         runs = found.runs(self.arm)
         rival = None
         if runs:
             rival = found.rival(self.arm) if self.over is None else (self.over[1], found.runs(self.over))
-        if not runs or rival is None or not rival[1]:
-            return Verdict(MISSING, _why_missing(found, self.arm, self.over))
-        name, over = rival
-        if len(runs.keys() & over.keys()) < 2:
-            return Verdict(CANNOT_TELL, "one seed")
+        if rival is None or not rival[1]:
+            return None
         tested = [found.progress[k].arm.tested if k else "euclidean" for k in (self.arm, self.over)]
-        change = gain(runs, over, tested=tested[0], over_tested=tested[1])
-        paper = self._paper(found)
+        return *rival, gain(runs, rival[1], tested=tested[0], over_tested=tested[1])
+
+    def decide(self, found: TableRuns) -> Verdict:
+        """Decide by the interval of the paired difference in R@1."""
+        known = self.change(found)
+        if known is None:
+            return Verdict(MISSING, _why_missing(found, self.arm, self.over))
+        runs, (name, over, change), paper = found.runs(self.arm), known, self.paper(found)
         reason = f"{change.text(sign=True)} over {name}" + ("" if paper is None else f", in the paper {paper:+.1f}")
+        if len(runs.keys() & over.keys()) < 2:
+            return Verdict(CANNOT_TELL, f"{reason}; one seed")
         worth = _WORTH if paper is None or paper <= 0 else paper / 2
         if not self.wanted:
             word = CONFIRMED if change.high < worth else NOT_CONFIRMED if change.low > 0 else CANNOT_TELL
             return Verdict(word, reason)
         weight = mean_weight(runs)
         if change.low > 0 and weight is not None and weight > SAME_AS_PLAIN and mean_weight(over) is None:
-            return Verdict(NOT_CONFIRMED, f"{reason}; but a mean weight of {weight:.3f} is almost plain")
+            return Verdict(NOT_CONFIRMED, f"{reason}; but a mean weight of {weight:.3f} is {NOT_INTROSPECTIVE}")
         word = CONFIRMED if change.low > 0 else NOT_CONFIRMED if change.high < worth else CANNOT_TELL
         return Verdict(word, reason)
 
-    def _paper(self, found: TableRuns) -> float | None:
-        return paper_gain(found.data, self.arm, self.over or (self.arm[0], found.progress[self.arm].arm.against))
+    def paper(self, found: TableRuns) -> float | None:
+        """Return the paper's gain, or None if the paper does not have it."""
+        return self.paper_gain(found.data, (self.arm[0], found.progress[self.arm].arm.against))
+
+    def paper_gain(self, data: str, against: Key) -> float | None:
+        """Return the paper's gain over the named rival, else over the arm ``against``."""
+        return paper_gain(data, self.arm, self.over or against)
 
 
 @dataclass(frozen=True)

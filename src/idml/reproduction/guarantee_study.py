@@ -26,7 +26,7 @@ from torch import Tensor
 from idml.calibration.calibrate import compare_scores
 from idml.calibration.confidence import P_RIGHT
 from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown
-from idml.calibration.risk_control import clopper_pearson
+from idml.calibration.risk_control import ERROR_RATES, clopper_pearson
 from idml.calibration.stored import Calibration
 from idml.data.augment import CLEAN
 from idml.data.datasets import Dataset
@@ -34,12 +34,13 @@ from idml.data.sampling import random_stream
 from idml.evaluation.evaluate import EvaluatedModel
 from idml.files import write_atomic
 from idml.progress import Progress, image_counter, silent
+from idml.reproduction.regimes import method_options
 from idml.reproduction.runner import Cell, Measures, Store
 from idml.reproduction.stored_results import Row
 from idml.reproduction.studies import Study, StudyTable
 from idml.training.config import TrainConfig
 
-ERRORS, SHARES, ROUNDS, DELTA = (0.05, 0.1, 0.2), (0.0, 0.25, 0.5), 200, 0.1
+SHARES, ROUNDS, DELTA = (0.0, 0.25, 0.5), 200, 0.1
 COMPARED = 10  # rounds in which P is compared with every score
 GALLERIES, SAMPLES = ("labelled", "unlabelled"), ("image", "class")
 REJECTED = 0.05  # the share of known queries that may be answered with "not in the collection"
@@ -51,7 +52,9 @@ REJECTED = 0.05  # the share of known queries that may be answered with "not in 
 def guarantee_cells(store: Store, seeds: int) -> list[Cell]:
     """Return a cell for each seed."""
     rate = store.regime.study_rate
-    return [store.cell("multi_similarity", {"method": "idml"}, rate, seed, study="guarantee") for seed in range(seeds)]
+    return [
+        store.cell("multi_similarity", method_options("idml"), rate, seed, study="guarantee") for seed in range(seeds)
+    ]
 
 
 def measure_guarantee(config: TrainConfig, run: Path, dataset: Dataset, _: object, report: Progress) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def count_outcomes(found: Calibration, trial: OpenSetQueries, rows: Tensor) -> d
     fresh = torch.ones(len(trial), dtype=torch.bool)
     fresh[rows] = False
     p, far, out = found.probability(trial.evidence), found.absent(trial.evidence, REJECTED), {}
-    for target in ERRORS:
+    for target in ERROR_RATES:
         threshold = found.find_guarantee(target, 1 - DELTA).threshold
         match = p >= threshold if threshold is not None else torch.zeros_like(fresh)
         wrong = match & ~trial.correct

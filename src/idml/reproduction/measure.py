@@ -12,6 +12,7 @@ from idml.data.datasets import Dataset, ImageSet
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.embeddings import Embeddings
+from idml.evaluation.bootstrap import draw_classes, interval, resampled_auroc
 from idml.evaluation.retrieval import ClassSums, class_sums, cluster_rows, normalized_mutual_information
 from idml.evaluation.uncertainty import auroc, auroc_between, evaluate_uncertainty
 from idml.metric import IntrospectiveMetric
@@ -39,12 +40,14 @@ def measure_run(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddi
         known = {"gallery": embedded(gallery), "gallery_labels": gallery.images.labels[gallery.usable]}
     mixed = embedded(test, MIXED)
     plain = class_sums(clean, labels, **known)
+    level, drawn = clean.level[plain.rows], draw_classes(labels[plain.rows])
     found: dict[str, Any] = {
         "nmi": _nmi(clean, labels),
         "classes": stored_sums(plain),
         **_course(config, run),
         "auroc_mixed": auroc_between(mixed.level, clean.level),
-        "r_auroc": evaluate_uncertainty(clean.level[plain.rows], plain.correct)["r_auroc"],
+        "r_auroc": evaluate_uncertainty(level, plain.correct)["r_auroc"],
+        "r_auroc_interval": interval(resampled_auroc(level, ~plain.correct, drawn)),
         "levels": {"clean": _levels(clean.level), "mixed": _levels(mixed.level)},
     }
     if test.images.ambiguous is not None:

@@ -2,30 +2,25 @@
 
 Every table also has the raw features and, for each of its losses, the plain arm, tuned and stopped early like the
 others. The cost of a table follows from its arms; `idml reproduce TABLE --dry-run` estimates it.
-
-Some arms are *retired*: they need options that idml no longer has. Their rows stay stored and are shown.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from idml.reproduction import regimes
 from idml.reproduction.claims import Claim, ErrorsRanked, Gain, LevelFalls, MixedAbove
-from idml.reproduction.regimes import BATCH_SIZE, LOSSES, TWICE, Arm, Arms
+from idml.reproduction.regimes import BATCH_SIZE, LOSSES, STEP_EPOCHS, TAUGHT_U, TWICE, Arm, Arms
 
 _PA, _MS, _MDW = "proxy_anchor", "multi_similarity", "margin_dw"
 AMBIGUITIES = ("low_resolution", "blur", "occlusion")
 BATCHES = (40, 60, 80, 100, 120, 140, 160, 180)
 TAUS, GAMMAS = (1.0, 3.0, 5.0, 7.0, 9.0), (0.0, 1.0, 2.0, 3.0, 4.0)
 SIZES = (64, 128, 256, 512)
-NOISES = (0.0, 0.1, 0.2, 0.4)
-SIGNALS = ("ranking", "error", "graded")
-CONSTANTS = (1.0, 2.0, 4.0)
-FOUND = {"contrastive": "constant, γ = 4", _MS: "constant, γ = 1", _PA: "ism, relative, error"}
-"""The setting of each loss with the best held-out score on CUB with a frozen trunk, of those that are not plain."""
-MARGINS = ((0.0, 0.75), (0.0, 1.06), (0.5, 0.75), (0.5, 1.06))
-"""Contrastive's margins for positives and negatives; 1.06 is the distance whose D is the usual 0.5 under γ = 4."""
-_HIDDEN = 64  # width of the hidden layer of a u that a signal teaches
+TRAINED_FORMS = ("sets", "weighted", "against-clean")
+"""The forms of IDML that are compared with everything trained; `default-form` chooses one of them."""
+LONG_EPOCHS = 24
+WANTED_R_AUROC = 0.70
 
 
 @dataclass(frozen=True)
@@ -37,6 +32,8 @@ class Table:
     claims: tuple[Claim, ...] = ()
     sweep: tuple[str, tuple[float, ...]] | None = None
     """For a figure: what is varied in its last rows, and its values."""
+    seeds: int | None = None
+    """How many seeds it has, if not as many as its regime says. With one, intervals are over classes alone."""
 
 
 # -------------------- the paper's tables and figures --------------------
@@ -45,23 +42,20 @@ class Table:
 def _table1(arms: Arms) -> Table:
     rows: list[Arm] = []
     for loss in LOSSES:
-        rows += [arms.plain(loss), arms.twice(loss), arms.arm(loss, "idml"), arms.arm(loss, "constant-mixup")]
+        rows += [arms.plain(loss), arms.twice(loss), arms.arm(loss, "idml")]
     rows.append(arms.release())
     claims = [Gain(f"IDML improves {name}", (loss, "idml")) for loss, name in LOSSES.items()]
-    learned = [
-        Gain(f"a learned u adds to a constant one, {name}", (loss, "idml"), (loss, "constant-mixup"), own=True)
-        for loss, name in LOSSES.items()
-    ]
     images = [_as_many_images(loss, name) for loss, name in LOSSES.items()]
-    return Table("Table 1: seven losses, plain and with IDML", tuple(rows), (*claims, *images, *learned))
+    return Table("Table 1: seven losses, plain and with IDML", tuple(rows), (*claims, *images))
 
 
 def _table2(arms: Arms) -> Table:
     rows: list[Arm] = []
     claims: list[Claim] = []
     for loss in (_MDW, _PA):
-        methods = ("mixup", "ism", "constant", "pel", "pel-mixup", "idml", "constant-mixup")
-        rows += [arms.plain(loss), arms.twice(loss), *(arms.arm(loss, method) for method in methods)]
+        methods = ("mixup", "ism", "pel", "pel-mixup", "idml")
+        forms = [arms.form(loss, form) for form in ("joint", "weighted", "against-clean")]
+        rows += [arms.plain(loss), arms.twice(loss), *(arms.arm(loss, method) for method in methods), *forms]
         name = LOSSES[loss]
         claims += [
             Gain(f"Mixup improves {name}", (loss, "mixup")),
@@ -69,8 +63,8 @@ def _table2(arms: Arms) -> Table:
             Gain(f"IDML improves {name} beyond Mixup", (loss, "idml"), (loss, "mixup")),
             Gain(f"IDML improves {name} beyond the metric", (loss, "idml"), (loss, "ism")),
             Gain(f"PEL is below plain {name}", (loss, "plain"), (loss, "pel")),
-            Gain(f"the metric's learned u adds to a constant one, {name}", (loss, "ism"), (loss, "constant"), own=True),
         ]
+        claims += [Gain(f"{form.name} improves {name}", form.key, own=True) for form in forms]
     return Table("Table 2: the parts of IDML, and PEL", tuple(rows), tuple(claims))
 
 
@@ -115,7 +109,7 @@ def _table6(arms: Arms) -> Table:
         Gain("batches of 120 are better than batches of 40", (_PA, "idml"), (_PA, "idml batch 40")),
         Gain("batches of 180 are no better than batches of 120", (_PA, "idml batch 180"), (_PA, "idml"), wanted=False),
     )
-    return Table("Table 6: batch sizes", tuple(rows), claims, ("batch size", tuple(map(float, BATCHES))))
+    return Table("Table 6: batch sizes", tuple(rows), claims, ("batch size", tuple(map(float, BATCHES))), seeds=1)
 
 
 def _sweep(arms: Arms, symbol: str, key: str, values: tuple[float, ...], best: float, **fixed: Any) -> Table:
@@ -125,7 +119,7 @@ def _sweep(arms: Arms, symbol: str, key: str, values: tuple[float, ...], best: f
     own = (_PA, f"{symbol} = {best:g}")
     claims = [Gain(f"{symbol} = {best:g} is above {row.name}", own, row.key) for row in rows if row.key != own]
     claims += [Gain(f"{symbol} = {best:g} is above plain", own)]
-    return Table(f"Figure: {symbol}", (arms.plain(_PA), *rows), tuple(claims), (symbol, values))
+    return Table(f"Figure: {symbol}", (arms.plain(_PA), *rows), tuple(claims), (symbol, values), seeds=1)
 
 
 def _embedding_size(arms: Arms) -> Table:
@@ -139,7 +133,7 @@ def _embedding_size(arms: Arms) -> Table:
         Gain(f"IDML improves {size}-d", row.key, own.key) for size, row, own in zip(SIZES, rows, plain, strict=True)
     ]
     title = "Figure: size of the embeddings"
-    return Table(title, (*plain, *rows), tuple(claims), ("dimensions", tuple(map(float, SIZES))))
+    return Table(title, (*plain, *rows), tuple(claims), ("dimensions", tuple(map(float, SIZES))), seeds=1)
 
 
 def _trend(arms: Arms) -> Table:
@@ -166,160 +160,62 @@ def _as_many_images(loss: str, name: str) -> Gain:
     return Gain(f"IDML is above plain with as many images, {name}", (loss, "idml"), (loss, TWICE), own=True)
 
 
-def _noise(arms: Arms) -> Table:
-    """Wrong training labels, the paper's motivation: plain, the metric, IDML."""
-    rows: list[Arm] = []
-    claims: list[Claim] = []
-    for share in NOISES:
-        mark = f", {share:.0%} wrong" if share else ""
-        options: dict[str, Any] = {"label_noise": share} if share else {}
-        for method in ("plain", "ism", "idml"):
-            rows.append(arms.arm(_PA, method, f"{method}{mark}", against=f"plain{mark}", **options))
-        if share:
-            for method in ("ism", "idml"):
-                text = f"with {share:.0%} wrong labels, {method} is above plain"
-                claims.append(Gain(text, (_PA, f"{method}{mark}"), (_PA, f"plain{mark}")))
-    return Table("Wrong training labels", tuple(rows), tuple(claims))
-
-
-def _beta(arms: Arms) -> Table:
-    """β of a pair: the norm of the sum of both u, or the sum of both norms."""
-    rows: list[Arm] = []
-    claims: list[Claim] = []
-    for loss in (_MS, _MDW):  # against proxies without u the two are the same
-        other = arms.arm(loss, "idml", "idml, ‖u₁‖+‖u₂‖", beta="norms")
-        rows += [arms.plain(loss), arms.arm(loss, "idml"), other]
-        claims.append(Gain(f"‖u₁+u₂‖ is better than ‖u₁‖+‖u₂‖, {LOSSES[loss]}", (loss, "idml"), other.key))
-    return Table("‖u₁+u₂‖ against ‖u₁‖+‖u₂‖", tuple(rows), tuple(claims))
-
-
-def _proxies(arms: Arms) -> Table:
-    """Proxies with a learned u of their own."""
-    rows: list[Arm] = []
-    claims: list[Claim] = []
-    for loss in (_PA, "proxy_nca"):
-        other = arms.arm(loss, "idml", "idml, proxies with u", proxy_uncertainty=True)
-        rows += [arms.plain(loss), arms.arm(loss, "idml"), other]
-        claims.append(Gain(f"proxies gain by a u of their own, {LOSSES[loss]}", other.key, (loss, "idml")))
-    return Table("Learned uncertainty of proxies", tuple(rows), tuple(claims))
-
-
-def _teach_u(arms: Arms) -> Table:
-    """Signals that teach ‖u‖ to rank errors, beside the loss."""
+def _u(arms: Arms) -> Table:
+    """Does ‖u‖ of a query alone rank errors? The default method of `idml train`, and IDML."""
     rows: list[Arm] = []
     claims: list[Claim] = []
     for loss in (_MS, _PA):
-        rows += [arms.plain(loss), arms.arm(loss, "idml")]
-        for signal in SIGNALS:
-            for method in ("plain", "idml"):
-                rows.append(arms.arm(loss, method, f"{method}, {signal}", **_taught(arms, signal)))
-            claims.append(ErrorsRanked(f"{signal} teaches ‖u‖ to rank errors, {LOSSES[loss]}", rows[-2].key))
-            keeps = f"{signal} costs no R@1, {LOSSES[loss]}"
-            claims.append(Gain(keeps, (loss, "plain"), rows[-2].key, wanted=False))
-    return Table("Signals that teach u", tuple(rows), tuple(claims))
-
-
-def _taught(arms: Arms, signal: str) -> dict[str, Any]:
-    """Options of a u that a signal teaches; the gradient of the signal does not reach the trunk."""
-    apart: dict[str, Any] = {} if arms.regime.name == "frozen" else {"detach": True}
-    return {"teach_u": signal, "u_hidden": _HIDDEN, **apart}
-
-
-def _settings_table(arms: Arms) -> Table:
-    """Other ways to use the metric; each removes one reason why it may not help."""
-    rows: list[Arm] = []
-    claims: list[Claim] = []
-    for loss in FOUND:
-        own = _settings(arms, loss)
-        rows += [arms.plain(loss), arms.arm(loss, "mixup"), arms.arm(loss, "ism"), arms.arm(loss, "idml"), *own]
-        claims += [Gain(f"{row.name} improves {LOSSES[loss]}", row.key) for row in own]
-        text = f"a u that is taught and spreads adds to a constant one, {LOSSES[loss]}"
-        claims.append(Gain(text, (loss, "ism, relative, error"), (loss, "constant, γ = 2")))
-    return Table("Other settings of the metric", tuple(rows), tuple(claims))
-
-
-def _settings(arms: Arms, loss: str) -> list[Arm]:
-    constants = [arms.arm(loss, "constant", f"constant, γ = {g:g}", gamma=g) for g in CONSTANTS]
-    relative: dict[str, Any] = {"beta": "relative", "gamma": 0.0, "tau": 2.5}  # on average as the constant γ = 2
-    taught = {**relative, **_taught(arms, "error")}
-    return [
-        *constants,
-        arms.arm(loss, "constant", "constant, γ = 2, fitted", gamma=2.0, fit=True),
-        arms.arm(loss, "ism", "ism, u bounded by 1", gamma=0.0, bound=1.0, detach=True),
-        arms.arm(loss, "ism", "ism, u penalised", u_penalty=0.1),
-        arms.arm(loss, "ism", "ism, relative", **relative),
-        arms.arm(loss, "ism", "ism, relative, error", **taught),
-        arms.arm(loss, "idml", "idml, relative, error", **taught),
-        arms.arm(loss, "idml", "idml, main labels", labels="main"),
-        arms.arm(loss, "idml", "idml, a quarter mixed", mixtures=0.25),
-        arms.arm(loss, "idml", "idml, all of these", **taught, labels="main", mixtures=0.25),
-    ]
-
-
-def _fit(arms: Arms) -> Table:
-    """Thresholds that fit the scale of D and C' under the data set's γ, for the losses that lose most with γ = 3."""
-    rows: list[Arm] = []
-    claims: list[Claim] = []
-    for loss in ("triplet_semihard", _MDW, _PA):
-        rows.append(arms.plain(loss))
-        for method in ("ism", "idml"):
-            usual, fitted = arms.arm(loss, method), arms.arm(loss, method, f"{method}, fitted", fit=True)
-            rows += [usual, fitted]
-            claims.append(Gain(f"fitted thresholds help {method}, {LOSSES[loss]}", fitted.key, usual.key))
-            claims.append(Gain(f"{fitted.name} improves {LOSSES[loss]}", fitted.key))
-    return Table("Thresholds that fit the metric", tuple(rows), tuple(claims))
-
-
-def _found_table(arms: Arms) -> Table:
-    """The setting of each loss that was chosen on CUB with a frozen trunk: does it help elsewhere?"""
-    rows: list[Arm] = []
-    claims: list[Claim] = []
-    for loss in FOUND:
-        own = _found(arms, loss)
-        rows += [arms.plain(loss), own]
-        claims.append(Gain(f"the setting found ({own.name}) improves {LOSSES[loss]}", own.key))
-    return Table("The settings found on CUB with a frozen trunk", tuple(rows), tuple(claims))
-
-
-def _margins(arms: Arms) -> Table:
-    """Does a constant u give contrastive more than other margins do?"""
-    loss = "contrastive"
-    own, rows = _found(arms, loss), []
-    for pull, push in (
-        MARGINS if arms.regime.name == "frozen" else MARGINS[:2]
-    ):  # the others are expensive where more is trained
-        words = (f"positive_margin={pull:g}", f"negative_margin={push:g}")
-        rows.append(arms.arm(loss, "plain", f"plain, margins {pull:g} and {push:g}", loss_parameters=words))
-    claims: list[Claim] = [Gain(f"{own.name} improves {LOSSES[loss]}", own.key)]
-    for row in rows:
-        claims.append(Gain(f"{row.name} improves {LOSSES[loss]}", row.key))
-        claims.append(Gain(f"{own.name} is above {row.name}", own.key, row.key))
-    return Table("Other margins of contrastive", (arms.plain(loss), own, *rows), tuple(claims))
-
-
-def _found(arms: Arms, loss: str) -> Arm:
-    return next(arm for arm in _settings(arms, loss) if arm.name == FOUND[loss])
+        taught = arms.arm(loss, "plain", "plain, ranking", **TAUGHT_U)
+        rows += [arms.plain(loss), taught, arms.arm(loss, "idml")]
+        for arm in rows[-2:]:
+            text = f"‖u‖ of a query ranks errors, {LOSSES[loss]}, {arm.name}"
+            claims.append(ErrorsRanked(text, arm.key, WANTED_R_AUROC))
+    return Table("What ‖u‖ of a query says", tuple(rows), tuple(claims))
 
 
 def _finetune(arms: Arms) -> Table:
-    """Chosen rows of Table 1, the setting found, and the default of `idml train`, in a regime that trains more."""
+    """The forms of IDML with more trained. The plain arms teach u beside the loss, which leaves s as it is."""
     rows: list[Arm] = []
-    for loss in (_MS, _PA):
-        rows += [arms.plain(loss), arms.twice(loss), arms.arm(loss, "idml"), _found(arms, loss)]
-    mixup, default = arms.arm(_MS, "mixup"), arms.arm(_MS, "plain", "plain, ranking", **_taught(arms, "ranking"))
-    part = {"last": "the last stage", "frozen": "only the heads"}.get(arms.regime.name, "everything")
     claims: list[Claim] = []
-    claims += [Gain(f"IDML improves {LOSSES[loss]} with {part} trained", (loss, "idml")) for loss in (_MS, _PA)]
-    claims += [_as_many_images(loss, LOSSES[loss]) for loss in (_MS, _PA)]
-    claims.append(Gain(f"the metric adds to Mixup with {part} trained, {LOSSES[_MS]}", (_MS, "idml"), mixup.key))
-    claims.append(ErrorsRanked(f"ranking teaches ‖u‖ to rank errors with {part} trained, {LOSSES[_MS]}", default.key))
-    return Table(f"Chosen rows of Table 1, {part} trained", (*rows, mixup, default), tuple(claims))
+    part = {"last": "the last stage", "frozen": "only the heads"}.get(arms.regime.name, "everything")
+    for loss in (_PA, _MS):
+        rows.append(_plain_taught(arms, loss))
+        if loss == _PA:
+            rows += [arms.twice(loss), arms.arm(loss, "mixup")]
+            claims.append(Gain(f"Mixup improves {LOSSES[loss]} with {part} trained", (loss, "mixup")))
+            claims.append(_as_many_images(loss, LOSSES[loss]))
+        forms = [arms.form(loss, form) for form in TRAINED_FORMS]
+        rows += forms
+        for form in forms:
+            text = f"{'IDML' if form.name == 'idml' else form.name} improves {LOSSES[loss]} with {part} trained"
+            claims.append(Gain(text, form.key, own=form.name != "idml"))
+    rows.append(arms.release())
+    claims.append(Gain(f"the release improves {LOSSES[_PA]} with {part} trained", (_PA, "release"), own=True))
+    return Table(f"{part[0].upper()}{part[1:]} trained: forms of IDML", tuple(rows), tuple(claims))
 
 
-OWN = ("noise", "beta", "proxies", "teach-u", "settings", "fit", "found", "margins")
+def _plain_taught(arms: Arms, loss: str) -> Arm:
+    return arms.arm(loss, "plain", **TAUGHT_U)
+
+
+def _long_schedule(arms: Arms) -> Table:
+    """Plain and the chosen form of IDML, as long as in `finetune` and three times as long: does the gap shrink?"""
+    form = arms.form(_PA, regimes.CHOSEN_FORM or "sets")
+    mark, name = f", {LONG_EPOCHS} epochs", f"plain, {LONG_EPOCHS} epochs"
+    longer = {"epochs": LONG_EPOCHS, "step_epochs": LONG_EPOCHS // int(arms.regime.base["epochs"]) * STEP_EPOCHS}
+    plain = _plain_taught(arms, _PA)
+    long_plain = Arm(_PA, name, {**plain.options, **longer}, against=name)
+    long_form = Arm(_PA, f"{form.name}{mark}", {**form.options, **longer}, against=name)
+    claims = (
+        Gain(f"{form.name} improves {LOSSES[_PA]} after {LONG_EPOCHS} epochs", long_form.key, long_plain.key, own=True),
+    )
+    return Table("Everything trained, three times as long", (plain, form, long_plain, long_form), claims, seeds=1)
+
+
+OWN = ("u", "finetune-long")
 """Tables whose claims are our own questions, not the paper's."""
-RETIRED = ("noise", "beta", "settings", "found")
-"""Tables that are only shown: what they compare needs options that idml no longer has."""
+OF_VERSION_1 = ("noise", "beta", "proxies", "teach-u", "settings", "fit", "found", "margins")
+"""Tables that only version 1 of the protocol has; docs/results-v1.md shows their rows."""
 TABLES: dict[str, Callable[[Arms], Table]] = {
     "table1": _table1,
     "table2": _table2,
@@ -332,13 +228,9 @@ TABLES: dict[str, Callable[[Arms], Table]] = {
     "embedding-size": _embedding_size,
     "trend": _trend,
     "levels": _levels,
-    "noise": _noise,
-    "beta": _beta,
-    "proxies": _proxies,
-    "teach-u": _teach_u,
-    "settings": _settings_table,
-    "fit": _fit,
-    "found": _found_table,
-    "margins": _margins,
+    "u": _u,
     "finetune": _finetune,
+    "finetune-long": _long_schedule,
 }
+FULL = ("finetune", "finetune-long")
+"""Tables of the regime `full`, unless another one is asked for."""

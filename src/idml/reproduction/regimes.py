@@ -4,24 +4,24 @@
 | --- | --- | --- |
 | frozen | the heads, on cached features of the pretrained trunk | a laptop; the default for photographs |
 | last | the last stage and the heads, on cached activations | a laptop |
-| full | everything, from pretrained weights | a laptop, for a few rows |
+| full | everything, from pretrained weights | a laptop, for chosen rows |
+| resnet50 | everything: the paper's own network at 224 pixels, for few epochs | a laptop, for one loss and one seed |
 | scratch | a small trunk, from random weights | a laptop; the default for glyphs |
-| paper | everything, ResNet-50 at 224 pixels | GPUs |
+| paper | everything, ResNet-50 at 224 pixels, 60 epochs | GPUs |
 
-Every regime tunes every arm over the same learning rates. `last` was measured on CUB: 37 seconds of one core for an
-epoch of 5,280 images, and 80 for the activations. All of Table 1 would take one core 17 hours (its dry run); frozen
-takes 2. So frozen is the main regime, and `last` is for chosen rows.
+Every regime tunes every arm over the same learning rates; `full` and `resnet50` have one rate, 1e-4.
 
 Options are flat, as in a run's config.yaml. An arm is stored under its options alone, so a change of the defaults of
-`idml train` does not lose stored rows.
+`idml train` does not lose stored rows. So arms with mixtures always say which pairs mixtures form and how they are
+labelled (`FORMS`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from idml.errors import unknown_name
-from idml.training.config import preset
+from idml.training.config import TrainConfig, common_options, preset
 
 SCALES = ("laptop", "paper")
 LOSSES = {
@@ -39,6 +39,17 @@ BATCH_SIZE, STEP_EPOCHS = 120, 5
 """What a run has where neither its regime nor its arm says otherwise."""
 UNTAUGHT_U: dict[str, Any] = {"teach_u": "none", "u_hidden": 0}
 """All arms but those that ask for it: nothing beside the loss teaches u. (`idml train` has another default.)"""
+TAUGHT_U: dict[str, Any] = {"teach_u": "ranking", "u_hidden": 64}
+"""A u that is taught by ranking beside the loss, the default of `idml train`. In plain training s stays the same."""
+FORMS: dict[str, dict[str, Any]] = {
+    "sets": {"mixing": "separate", "labels": "sets"},
+    "weighted": {"mixing": "separate", "labels": "weighted"},
+    "against-clean": {"mixing": "against-clean", "labels": "sets"},
+    "joint": {"mixing": "joint", "labels": "sets"},
+}
+"""How mixtures enter the loss. `sets` is the paper's text, `weighted` ordinary Mixup."""
+CHOSEN_FORM: str | None = None
+"""The form that `idml reproduce default-form` chose by held-out classes; None: not chosen yet."""
 
 
 # -------------------- regimes --------------------
@@ -46,11 +57,16 @@ UNTAUGHT_U: dict[str, Any] = {"teach_u": "none", "u_hidden": 0}
 
 @dataclass(frozen=True)
 class Speed:
-    """The expected cost of a run: ``images`` a second in training, and ``fixed`` seconds beside it."""
+    """The expected cost of a run on one core (or GPU).
+
+    ``images`` a second in training, ``fixed`` seconds beside it, and with a frozen trunk ``features`` a second, which
+    are computed once for each seed and kind of images.
+    """
 
     images: float
     fixed: float
     on: str
+    features: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ class Regime:
     base: Mapping[str, Any]
     speed: Speed
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
-    seeds: int = 5
+    seeds: int = 3
     longer: tuple[str, ...] = ("epochs", "step_epochs")
     """The options that are doubled for an arm that sees as many images as Mixup shows."""
     study_rate: float = 3e-4
@@ -72,32 +88,44 @@ class Regime:
         return (images / self.speed.images + self.speed.fixed) / 3600
 
 
-_ONE_CORE = "one core of a 2-core CPU"
+_CORE = "one core of a 2-core CPU"
 _PHOTOS = {**UNTAUGHT_U, "image_size": 112, "embedding_dim": 512}
 _LAPTOP = {
     "frozen": Regime(
         "frozen",
         {**_PHOTOS, "train": "heads", "crops": 2, "epochs": 12},
-        Speed(6000, 10, f"{_ONE_CORE}; plus the trunk's features, about 3 minutes for each seed and kind of images"),
+        Speed(6000, 20, _CORE, features=300),
         longer=("epochs", "step_epochs", "crops"),
     ),
     "last": Regime(
         "last",
         {**_PHOTOS, "train": "last", "crops": 2, "epochs": 6},
-        Speed(140, 130, _ONE_CORE),
+        Speed(140, 130, _CORE),
         rates=(1e-4, 3e-4),
-        seeds=3,
     ),
-    "full": Regime("full", {**_PHOTOS, "epochs": 6}, Speed(55, 100, _ONE_CORE), rates=(1e-4, 3e-4), seeds=2),
+    "full": Regime("full", {**_PHOTOS, "epochs": 8}, Speed(28, 150, _CORE), rates=(1e-4,), seeds=2, study_rate=1e-4),
+    "resnet50": Regime(
+        "resnet50",
+        {
+            **UNTAUGHT_U, "trunk": "resnet50", "image_size": 224, "embedding_dim": 512, "batch_size": BATCH_SIZE,
+            "per_class": 0, "pca": False, "schedule": "constant", "warmup_epochs": 1, "epochs": 6,
+            "checkpoint_every": 10,
+        },
+        Speed(2.6, 1800, _CORE),
+        rates=(1e-4,),
+        seeds=1,
+        study_rate=1e-4,
+    ),
     "scratch": Regime(
         "scratch",
         {**UNTAUGHT_U, "trunk": "conv4", "pretrained": False, "image_size": 28, "embedding_dim": 64, "epochs": 2},
-        Speed(800, 22, _ONE_CORE),
+        Speed(800, 22, _CORE),
         rates=(1e-3, 3e-3),
-        seeds=3,
         study_rate=1e-3,
     ),
-}
+}  # fmt: skip
+_AT_224 = {"cub": Speed(6000, 20, _CORE, features=100)}
+"""Data sets whose frozen regime has 224 pixels. (Cars has 112: the images in use have 128 pixels on the short side.)"""
 
 
 def regime_for(data: str, scale: str = "laptop", name: str | None = None) -> Regime:
@@ -116,7 +144,10 @@ def regime_for(data: str, scale: str = "laptop", name: str | None = None) -> Reg
         name = "scratch" if data == "glyphs" else "frozen"
     if name not in _LAPTOP:
         raise ValueError(unknown_name("regime", name, _LAPTOP))
-    return _LAPTOP[name]
+    regime, kind = _LAPTOP[name], data.partition(":")[0]
+    if name == "frozen" and kind in _AT_224:
+        return replace(regime, base={**regime.base, "image_size": 224}, speed=_AT_224[kind])
+    return regime
 
 
 def named_regime(name: str, data: str) -> Regime:
@@ -127,22 +158,20 @@ def named_regime(name: str, data: str) -> Regime:
 def _paper_regime(data: str) -> Regime:
     """The preset ``paper``. Its rates: the paper's text, its authors' commands, and one between."""
     options = preset("paper", data)
-    apart = ("lr", "tau", "gamma", "method")
-    base = {key: value for key, value in options.items() if key not in apart}
+    shared = {option.name for option in common_options()} - {"lr", "method"}
+    base = {key: value for key, value in options.items() if key in shared}
     speed = Speed(400, 300, "one NVIDIA A100, assumed: ResNet-50 trains on 400 images/s at 224 px in float32")
-    return Regime("paper", {**base, **UNTAUGHT_U}, speed, rates=(1e-5, 1e-4, float(options["lr"])))
+    return Regime("paper", {**base, **UNTAUGHT_U}, speed, rates=(1e-5, 1e-4, float(options["lr"])), seeds=5)
 
 
 # -------------------- arms --------------------
 
 
-_RETIRED: dict[str, tuple[Any, ...]] = {
-    "method": ("constant", "constant-mixup"),
-    "labels": ("main",),
-    "teach_u": ("error", "graded"),
-}
-_RETIRED_KEYS = ("beta", "bound", "u_penalty", "mixtures", "label_noise")
-_CONSTANT = 1.0  # β of the arm constant where the paper's γ is 0
+_NOT_THE_RELEASE = (
+    "loss", "lr", "trunk", "image_size", "embedding_dim", "batch_size", "epochs", "warmup_epochs", "schedule",
+    "step_epochs", "step_factor",
+)  # fmt: skip
+"""Options of the preset `release` that its regime decides for all arms: the network and the length of training."""
 
 
 @dataclass(frozen=True)
@@ -162,14 +191,17 @@ class Arm:
         """What no other arm of a table has."""
         return self.loss, self.name
 
-    @property
-    def retired(self) -> bool:
-        """Whether the options left the code: the stored rows are shown, and none can be made."""
-        chosen = any(value in _RETIRED.get(key, ()) for key, value in self.options.items())
-        return chosen or any(key in self.options for key in _RETIRED_KEYS)
-
     def __str__(self) -> str:
         return f"{LOSSES.get(self.loss, self.loss)}, {self.name}"
+
+
+def method_options(method: str) -> dict[str, Any]:
+    """Return the options that an arm has by its method.
+
+    Mixup without the metric is ordinary Mixup (`weighted`), IDML is the paper's text (`sets`), both `separate`.
+    """
+    form = {"mixup": FORMS["weighted"], "pel-mixup": FORMS["weighted"], "idml": FORMS["sets"]}.get(method, {})
+    return {"method": method, **form}
 
 
 class Arms:
@@ -183,12 +215,10 @@ class Arms:
     def arm(
         self, loss: str, method: str, name: str = "", tested: str = "euclidean", against: str = "plain", **options: Any
     ) -> Arm:
-        """Return an arm; methods with the metric take the data set's γ unless ``options`` give one."""
+        """Return an arm, with the data set's γ for the metric and `method_options` unless ``options`` say otherwise."""
         if method in ("idml", "ism") and self.gamma:
             options = {"gamma": self.gamma, **options}
-        if method.startswith("constant"):
-            options = {"gamma": self.gamma or _CONSTANT, **options}
-        return Arm(loss, name or method, {"method": method, **options}, tested, against)
+        return Arm(loss, name or method, {**method_options(method), **options}, tested, against)
 
     def plain(self, loss: str) -> Arm:
         """Return the loss as it is, tuned and stopped early like every other arm."""
@@ -199,6 +229,18 @@ class Arms:
         usual = {"step_epochs": STEP_EPOCHS, **self.regime.base}
         return self.arm(loss, "plain", TWICE, **{key: 2 * usual[key] for key in self.regime.longer})
 
+    def form(self, loss: str, form: str, **options: Any) -> Arm:
+        """Return IDML with another form of mixtures than the paper's text."""
+        return self.arm(loss, "idml", "idml" if form == "sets" else f"idml, {form}", **FORMS[form], **options)
+
     def release(self) -> Arm:
-        """Return what the authors' released code does."""
-        return Arm("proxy_anchor", "release", {"method": "idml", "rule": "release", "gamma": 4.0, "labels": "weighted"})
+        """Return what the authors' released code does, with the network and the length of training of the regime."""
+        usual = {field.name: field.default for field in fields(TrainConfig)}
+        options = {
+            key: value
+            for key, value in preset("release", self.data).items()
+            if key not in _NOT_THE_RELEASE
+            and key not in UNTAUGHT_U
+            and value != self.regime.base.get(key, usual.get(key))
+        }
+        return Arm("proxy_anchor", "release", options)

@@ -1,40 +1,28 @@
-"""Tables as text, and the page of all results (docs/results.md, docs/results.html), from stored rows alone.
-
-Nothing is trained here and nothing is written by hand; what is missing is said to be missing.
-"""
+"""A table as text, from stored rows alone; what is missing is said to be missing."""
 
 import csv
-import html
 import io
 import statistics
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from idml.files import write_atomic
-from idml.progress import Note, silent
-from idml.report_html import drawing, page, prose, table
+from idml.report_html import drawing, page, table
 from idml.reproduction.claims import (
-    ROUNDS,
+    NOT_INTROSPECTIVE,
     SAME_AS_PLAIN,
-    WORDS,
-    Claim,
+    Estimate,
     TableRuns,
-    Verdict,
-    count_verdicts,
+    detectable_difference,
     estimate,
     gain,
     mean_weight,
     paper_figure,
     paper_gain,
-    verdict_table,
 )
-from idml.reproduction.figures import figures_without_runs, plot_table
-from idml.reproduction.paper_tables import OWN, RETIRED, TABLES, Table
-from idml.reproduction.regimes import LOSSES, Arms, Regime, named_regime
-from idml.reproduction.runner import VERSION, ArmProgress, Store, read_progress
-from idml.reproduction.stored_results import CELLS
+from idml.reproduction.paper_tables import Table
+from idml.reproduction.regimes import LOSSES
+from idml.reproduction.runner import ArmProgress, Store, read_progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,26 +33,45 @@ HEADER = [
     "images seen", "lr", "seeds", "s", "remark",
 ]  # fmt: skip
 _FIGURES = {"R@1": "recall@1", "RP": "r_precision", "MAP@R": "map@r"}
-_CHOSEN = ("last", "full")  # regimes that are too expensive for more than the chosen rows
-_OF_CHOSEN = ("finetune", "found", "margins")
 
 
 # -------------------- one table --------------------
 
 
-def read_table(made: Table, store: Store, seeds: int) -> tuple[Table, TableRuns]:
-    """Return a table and what is stored of it; retired arms without stored rows are left out, with their claims."""
-    progress = {arm.key: read_progress(store, arm, seeds) for arm in made.arms}
-    arms = tuple(arm for arm in made.arms if progress[arm.key].runs or not arm.retired)
-    left_out = progress.keys() - {arm.key for arm in arms}
-    claims = tuple(c for c in made.claims if not {c.arm, getattr(c, "over", None)} & left_out)
-    found = TableRuns(store.data.partition(":")[0], {arm.key: progress[arm.key] for arm in arms}, store.raw())
-    return replace(made, arms=arms, claims=claims), found
+def read_table(made: Table, store: Store, seeds: int | None = None) -> TableRuns:
+    """Return what is stored of a table; by default for as many seeds as the table or its regime has."""
+    count = seeds or made.seeds or store.regime.seeds
+    progress = {arm.key: read_progress(store, arm, count) for arm in made.arms}
+    return TableRuns(store.data.partition(":")[0], progress, store.raw())
 
 
 def mostly_stored(made: Table, found: TableRuns) -> bool:
     """Return whether three quarters of the arms have runs: tables share arms, so fewer do not make a table."""
     return 4 * sum(bool(at.runs) for at in found.progress.values()) >= 3 * len(made.arms)
+
+
+def table_gains(made: Table, found: TableRuns) -> list[Estimate]:
+    """Return the gain in R@1 of every arm over the better of raw features and plain."""
+    gains = []
+    for at in (found.progress[arm.key] for arm in made.arms):
+        rival = found.rival(at.arm.key) if at.runs and at.arm.name != at.arm.against else None
+        if rival is not None:
+            gains.append(gain(at.runs, rival[1], tested=at.arm.tested))
+    return gains
+
+
+def detection_line(made: Table, found: TableRuns) -> str:
+    """Say how small a difference the table could have detected."""
+    known = detectable_difference(table_gains(made, found))
+    if known is None:
+        return "No gain can be computed yet."
+    runs = [len(at.runs) for at in found.progress.values() if at.runs]
+    over = "classes and seeds" if max(runs) > 1 else "classes (one seed)"
+    middle, least, most = known
+    return (
+        f"Smallest difference in R@1 that it could have detected: {middle:.1f} points (half the width of the 95 % "
+        f"interval over {over} of a gain: the median of its arms; {least:.1f} to {most:.1f})."
+    )
 
 
 def table_columns(made: Table, found: TableRuns) -> tuple[list[str], list[list[str]]]:
@@ -138,16 +145,8 @@ def _mean(runs: list[dict[str, Any]], key: str, digits: int) -> str:
 def _remark(progress: ArmProgress, weight: float | None) -> str:
     if progress.refused:
         return f"left out: {progress.refused}"
-    words = ["almost plain"] if weight is not None and weight > SAME_AS_PLAIN else []
+    words = [NOT_INTROSPECTIVE] if weight is not None and weight > SAME_AS_PLAIN else []
     return "; ".join([*words, *([f"{progress.left} runs missing"] if progress.left else [])])
-
-
-def retired_commits(found: TableRuns) -> str:
-    """Name the commits that made the runs of retired arms."""
-    runs = [run for at in found.progress.values() if at.arm.retired for run in at.runs.values()]
-    commits = list(dict.fromkeys(run["commit"] for run in sorted(runs, key=lambda run: str(run["date"]))))
-    more = f" and {len(commits) - 3} more (per_seed.csv has each)" if len(commits) > 3 else ""
-    return f"commit{'s' * (len(commits) > 1)} {', '.join(commits[:3])}{more}" if commits else ""
 
 
 def per_seed_csv(made: Table, found: TableRuns) -> str:
@@ -186,190 +185,3 @@ def write_table(
     drawn = [] if figure is None else [drawing(figure, title)]
     write_atomic(folder / f"{name}.html", page(title, f"<h1>{title}</h1>", *drawn, table(header, rows)))
     return markdown
-
-
-# -------------------- the page of all results --------------------
-
-
-_STYLE = """<style>
-table { width: max-content; max-width: calc(100vw - 4rem); font-size: .85rem; line-height: 1.35 }
-td { max-width: 16rem } .confirmed { color: #176b2c } .not { color: #a3261b } .cannot, .missing { color: #666 }
-</style>"""
-_INTRO = (
-    "`idml reproduce results` makes this page from the rows in results/; nothing is written by hand. It also writes "
-    "results.html, with plots. The paper's figures are those of ResNet-50 at 224 pixels. Ours, unless a heading says "
-    "otherwise, are those of a much smaller network on smaller images. Compare differences between arms, not levels.",
-    "All rows are of version {version} of the protocol. The images of CUB-200-2011 had 128 pixels on the short side.",
-    "With seed 0 every arm is trained at the same learning rates. The rate with the best MAP@R on held-out training "
-    "classes is used for all seeds, and the epoch is chosen by the same score. A gain counts only over the better of "
-    f"the raw features and the plain arm. Intervals are 95 % of {ROUNDS} rounds that draw classes and seeds together.",
-    "*weight* is the mean of e^(−x) over pairs at the end of training; above 0.98 the metric is *almost plain*. "
-    "*R-AUROC* is the AUROC of ‖u‖ for wrong nearest neighbours, *AUROC mixed* its AUROC for mixed against clean test "
-    "images; 0.5 is chance. Arms that do not train u show the figures of an untrained u. *held-out* is the MAP@R on "
-    "held-out training classes, the only figure by which anything is chosen.",
-    "A claim is *confirmed* if the interval of its gain in R@1 lies above 0 (and, for the metric, the weight is not "
-    "above 0.98). It is *not confirmed* if the interval does not, and ends below half of the paper's gain (below half "
-    "a point where the paper gives none). Otherwise the table *cannot tell at this scale*.",
-)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A table with what was found for it."""
-
-    what: str
-    table: Table
-    found: TableRuns
-    regime: Regime
-
-    @property
-    def name(self) -> str:
-        """The title, the data set and the regime."""
-        return f"{self.table.title} ({self.place})"
-
-    @property
-    def place(self) -> str:
-        """The data set and the regime."""
-        return f"{self.found.data}, {self.regime.name}"
-
-    @property
-    def runs(self) -> list[dict[str, Any]]:
-        """All runs."""
-        return [run for at in self.found.progress.values() for run in at.runs.values()]
-
-    @cached_property
-    def columns(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows; the intervals in them take most of the time of a page."""
-        return table_columns(self.table, self.found)
-
-    def facts(self) -> str:
-        """The command, seeds, machine, dates and time."""
-        regime, data = self.regime.name, self.found.data
-        option = {"paper": " --scale paper", "last": " --regime last", "full": " --regime full"}.get(regime, "")
-        spec = "glyphs" if data == "glyphs" else f"{data}:PATH"
-        dates = sorted({run["date"] for run in self.runs})
-        span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        hours = sum(run["seconds"] for run in self.runs) / 3600
-        machines = "; ".join(sorted({run["machine"] for run in self.runs}))
-        tested = sum(self.runs[0]["classes"]["queries"])
-        return (
-            f"`idml reproduce {self.what} --data {spec}{option} --seeds {self.regime.seeds}`; {len(self.runs)} runs of "
-            f"the chosen learning rates, {tested:,} test images, {hours:.1f} hours, {span}, on {machines}."
-            + (f" Retired arms were made by {commits}." if (commits := retired_commits(self.found)) else "")
-        )
-
-
-@dataclass(frozen=True)
-class Results:
-    """Everything the page shows."""
-
-    sections: list[Section]
-    missing: list[Section]
-    """Tables of which less than three quarters are there."""
-    verdicts: list[tuple[Section, Claim, Verdict]]
-
-    def verdict_tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Return the paper's claims and our own questions: for each a title with counts, the header and the rows."""
-        tables = []
-        for title, own in (("The paper's claims", False), ("Our own questions", True)):
-            judged = dict.fromkeys(
-                (claim.text, section.place, verdict)
-                for section, claim, verdict in self.verdicts
-                if (section.what in OWN or getattr(claim, "own", False)) == own
-            )
-            if judged:
-                tables.append((f"{title}: {count_verdicts(v for *_, v in judged)}", *verdict_table(list(judged))))
-        return tables
-
-    def missing_line(self) -> str:
-        """Say which tables are not shown."""
-        names = [f"{s.what} ({s.place})" for s in self.missing]
-        return f"Not run yet, or less than three quarters: {', '.join(names)}." if names else "Nothing is missing."
-
-
-def stored_regimes(out: Path) -> list[tuple[str, Regime]]:
-    """Return the data sets and regimes that ``out`` holds rows of."""
-    names = {path.stem for path in out.glob("*-*.jsonl")}
-    names |= {path.name for path in (out / CELLS).glob("*-*") if any(path.glob("*.json"))}
-    pairs = [name.rsplit("-", 1) for name in sorted(names)]
-    return [(data, named_regime(name, data)) for data, name in pairs]
-
-
-def stored_results(out: Path, note: Note = silent) -> Results:
-    """Read every table that is stored, and decide its claims."""
-    sections, missing = list[Section](), list[Section]()
-    for data, regime in stored_regimes(out):
-        store = Store(out, data, regime, note)
-        for what, build in TABLES.items():
-            if regime.name in _CHOSEN and what not in _OF_CHOSEN:
-                continue
-            if what == "finetune" and regime.name not in (*_CHOSEN, "paper"):
-                continue
-            made = build(Arms(data, regime))
-            section = Section(what, *read_table(made, store, regime.seeds), regime)
-            if mostly_stored(made, section.found):
-                sections.append(section)
-            elif what not in RETIRED:
-                missing.append(section)
-    return Results(sections, missing, [(s, claim, claim.decide(s.found)) for s in sections for claim in s.table.claims])
-
-
-def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, Any]:
-    """Write both pages into ``docs``; return the verdicts."""
-    results = stored_results(out, note)
-    docs.mkdir(parents=True, exist_ok=True)
-    write_atomic(docs / "results.md", results_markdown(results, out).encode())
-    write_atomic(docs / "results.html", _results_html(results, out))
-    counts = {word: sum(v.word == word for *_, v in results.verdicts) for word in WORDS}
-    words = ", ".join(f"{count} {word}" for word, count in counts.items())
-    written = f"{docs / 'results.md'}, {docs / 'results.html'}"
-    return {
-        "table": f"{len(results.sections)} tables, {len(results.verdicts)} claims: {words}; {written}",
-        "verdicts": [[s.name, claim.text, v.word, v.reason] for s, claim, v in results.verdicts],
-        "counts": counts,
-    }
-
-
-def _intro() -> list[str]:
-    return [text.replace("{version}", str(VERSION)) for text in _INTRO]
-
-
-def results_markdown(results: Results, out: Path) -> str:
-    """Return the page as Markdown."""
-    parts = ["# Results", *_intro()]
-    for title, header, rows in results.verdict_tables():
-        parts += [f"## {title}", markdown_table(header, rows)]
-    parts.append(results.missing_line())
-    for section in results.sections:
-        parts += [f"## {section.name}", section.facts(), markdown_table(*section.columns)]
-    for drawn in figures_without_runs(out):
-        parts += [f"## {drawn.title}", drawn.text, *([markdown_table(drawn.header, drawn.rows)] if drawn.rows else [])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _results_html(results: Results, out: Path) -> bytes:
-    shapes = figures_without_runs(out)
-    titles = [*(s.name for s in results.sections), *(drawn.title for drawn in shapes)]
-    links = [f"<li><a href='#{i}'>{html.escape(title)}</a></li>" for i, title in enumerate(titles)]
-    heads = (f"<h2 id='{i}'>{html.escape(title)}</h2>" for i, title in enumerate(titles))
-    parts = [_STYLE, "<h1>Results</h1>", *map(prose, _intro())]
-    parts += [f"<details><summary>{len(titles)} tables and figures</summary><ul>{''.join(links)}</ul></details>"]
-    for title, header, rows in results.verdict_tables():
-        parts += [f"<h2>{html.escape(title)}</h2>", colour_verdicts(table(header, rows))]
-    parts.append(prose(results.missing_line()))
-    for section in results.sections:
-        parts += [next(heads), prose(section.facts())]
-        if (figure := plot_table(section.what, section.table, section.found)) is not None:
-            parts.append(drawing(figure, section.name))
-        parts.append(table(*section.columns))
-    for drawn in shapes:
-        parts += [next(heads), prose(drawn.text), drawing(drawn.figure(), drawn.title)]
-        parts += [table(drawn.header, drawn.rows)] if drawn.rows else []
-    return page("Results", *parts)
-
-
-def colour_verdicts(text: str) -> str:
-    """Return the HTML of a table of verdicts with a colour for each kind of verdict."""
-    for word in WORDS:
-        text = text.replace(f">{word}: ", f"><b class='{word.split()[0]}'>{word}</b><br>")
-    return text

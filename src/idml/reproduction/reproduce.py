@@ -1,5 +1,7 @@
 """`idml reproduce WHAT`: make what is missing of a table, study or figure and write it; or estimate the cost."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,22 +11,19 @@ from idml.errors import unknown_name
 from idml.files import write_atomic
 from idml.progress import Note, Progress, silent
 from idml.report_html import drawing, page
+from idml.reproduction import regimes
 from idml.reproduction.claims import ROUNDS, TableRuns
+from idml.reproduction.default_form import default_form
 from idml.reproduction.figures import STEP, measure_step, metric_figures, step_cell, step_figure, step_sentence
 from idml.reproduction.guarantee_study import GUARANTEE
-from idml.reproduction.paper_tables import RETIRED, TABLES, Table
+from idml.reproduction.live_u import LIVE_U
+from idml.reproduction.paper_tables import FULL, OF_VERSION_1, TABLES, Table
 from idml.reproduction.regimes import Arms, Regime, regime_for
-from idml.reproduction.render import (
-    mostly_stored,
-    per_seed_csv,
-    read_table,
-    retired_commits,
-    stored_regimes,
-    table_columns,
-    write_results,
-    write_table,
-)
+from idml.reproduction.render import detection_line, per_seed_csv, read_table, table_columns, write_table
+from idml.reproduction.resnet50_study import RESNET50
+from idml.reproduction.results_page import write_results
 from idml.reproduction.runner import (
+    VERSION,
     ArmProgress,
     Cell,
     Measures,
@@ -39,11 +38,11 @@ from idml.reproduction.stored_results import Row, collect_cells
 from idml.reproduction.studies import STUDIES, Study
 from idml.training.distributed import Processes
 
-_STUDIES: dict[str, Study] = {**STUDIES, "guarantee": GUARANTEE}
+_STUDIES: dict[str, Study] = {**STUDIES, "guarantee": GUARANTEE, "live-u": LIVE_U, "resnet50": RESNET50}
 _DRAWN = ("gradients", "metrics")
-NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, "results", "collect")
+FORM = "default-form"
+NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, FORM, "results", "collect")
 _OFFICIAL = {"cub": 5864, "cars": 8054, "sop": 59551}  # training images
-_STUDY_SEEDS = 3
 
 
 def reproduce(
@@ -54,20 +53,22 @@ def reproduce(
     *,
     scale: str = "laptop",
     regime: str | None = None,
+    weights: Path | None = None,
     dry_run: bool = False,
     report: Progress = silent,
     note: Note = silent,
 ) -> dict[str, Any]:
-    """Make a table, study or figure; "results" writes the page of all, "collect" merges finished cells.
+    """Make a table, study or figure; "results" writes the pages of all, "collect" merges finished cells.
 
     Args:
         what: one of `NAMES`.
         data: a SPEC as in `idml.data.datasets.load_dataset`; by default glyphs, and in a dry run at the paper's scale
             the paper's three data sets.
-        seeds: how many; by default as many as the regime says (studies: 3).
-        out: the folder of the stored rows; finished cells go to ``out``/cells, tables to ``out``/tables.
+        seeds: how many; by default as many as the table, the study or the regime says.
+        out: the folder of the stored rows; finished cells go to $IDML_RUNS or ``out``/cells, tables to ``out``/tables.
         scale: "laptop" or "paper".
         regime: what is trained on a laptop, see `idml.reproduction.regimes`.
+        weights: a safetensors file with the trunk's weights, for the regime `resnet50`.
         dry_run: only say which runs are missing, with which settings, and what they are expected to cost.
         report: gets the progress of each run.
         note: gets lines for the user.
@@ -75,25 +76,31 @@ def reproduce(
     Returns:
         A mapping whose key "table" holds the text to show.
     """
+    if what in OF_VERSION_1:
+        raise ValueError(
+            f"{what} is a table of version 1 of the protocol, and version {VERSION} has none of it: docs/results-v1.md "
+            "shows the rows that were stored"
+        )
     if what not in NAMES:
         raise ValueError(unknown_name("table", what, NAMES))
     if seeds is not None and seeds < 1:
         raise ValueError(f"a table needs at least one seed, got {seeds}")
-    if what in RETIRED:
-        return _show_retired(what, data, seeds, out, regime, note)
+    work = _Work(out, report, note, weights, dry_run=dry_run)
     if what in TABLES:
-        return _reproduce_table(what, data, seeds, out, scale, regime, report, note, dry_run=dry_run)
+        return _reproduce_table(what, data, seeds, scale, regime, work)
     if scale != "laptop" or regime is not None:
         raise ValueError(f"{what} has one scale only: leave out --scale and --regime")
     if what == "collect":
         return collect_cells(out, note)
     if what == "results":
         return write_results(out, out.absolute().parent / "docs", note=note)
+    if what == FORM:
+        return default_form(out, data or "cub", seeds, note)
     data = data or "glyphs"
     if what in _STUDIES:
-        return _reproduce_study(what, _STUDIES[what], data, seeds or _STUDY_SEEDS, out, report, note, dry_run=dry_run)
+        return _reproduce_study(what, _STUDIES[what], data, seeds, work)
     if what == STEP:
-        return _reproduce_step(data, out, report, note, dry_run=dry_run)
+        return _reproduce_step(data, work)
     drawn = metric_figures()[what]
     if dry_run:
         return {"table": f"{what}: a few seconds, nothing is trained"}
@@ -101,65 +108,74 @@ def reproduce(
     return {"table": text, "header": drawn.header, "rows": drawn.rows}
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What every command needs: where rows are, who is told, and whether only to plan."""
+
+    out: Path
+    report: Progress
+    note: Note
+    weights: Path | None
+    dry_run: bool
+
+    def store(self, data: str, regime: Regime) -> Store:
+        """Return the store of a data set whose images may be absent; say which rows of it are not used."""
+        wanted = regime.base.get("trunk") == "resnet50"
+        if self.weights is not None and not wanted:
+            raise ValueError(f"--weights is for the regime resnet50, not for {regime.name}")
+        if self.weights is not None and not self.weights.is_file():
+            raise FileNotFoundError(f"the weights {str(self.weights)!r} are not there")
+        store = Store(self.out, data, regime, self.note, weights=self.weights)
+        if old := store.count_old_rows():
+            self.note(
+                f"{store.rows.path.name} holds {old} rows of version 1 of the protocol, which version {VERSION} does "
+                "not use (docs/results-v1.md shows them)"
+            )
+        return store
+
+    def make(self, store: Store, missing: Callable[[Store], list[Cell]], measures: Measures) -> Store:
+        """Make all cells that are missing; the data set is not needed if none is."""
+        if missing(store) or Processes().count > 1:
+            if store.regime.name == "resnet50" and self.weights is None:
+                raise ValueError("the regime resnet50 starts from ImageNet weights: name their file with --weights")
+            dataset = load_official_dataset(store.data, self.note)
+            store = open_store(self.out, store.data, store.regime, dataset, self.note, weights=self.weights)
+            run_missing(store, partial(missing, store), dataset, measures, report=self.report, note=self.note)
+        return store
+
+
 # -------------------- tables --------------------
 
 
 def _reproduce_table(
-    what: str,
-    data: str | None,
-    seeds: int | None,
-    out: Path,
-    scale: str,
-    regime: str | None,
-    report: Progress,
-    note: Note,
-    *,
-    dry_run: bool,
+    what: str, data: str | None, seeds: int | None, scale: str, regime: str | None, work: _Work
 ) -> dict[str, Any]:
     """Run what is missing of a table and write it; a second call only reads."""
-    if dry_run and data is None and scale == "paper":
-        plans = [_reproduce_table(what, k, seeds, out, scale, None, report, note, dry_run=True) for k in _OFFICIAL]
+    if work.dry_run and data is None and scale == "paper":
+        plans = [_reproduce_table(what, k, seeds, scale, None, work) for k in _OFFICIAL]
         jobs, hours = [job for plan in plans for job in plan["jobs"]], sum(plan["hours"] for plan in plans)
         texts = [plan["table"] for plan in plans]
         return {"jobs": jobs, "hours": hours, "table": "\n\n".join([*texts, f"all data sets: {hours:,.0f} hours"])}
     data = data or "glyphs"
-    if regime is None and what == "finetune" and scale == "laptop":
+    if regime is None and what in FULL and scale == "laptop":
         regime = "full"
+    if what == FULL[1] and regimes.CHOSEN_FORM is None:
+        raise ValueError(f"{what} needs the form that `idml reproduce {FORM}` chooses, in regimes.CHOSEN_FORM")
     chosen = regime_for(data, scale, regime)
-    seeds = chosen.seeds if seeds is None else seeds
     table = TABLES[what](Arms(data, chosen))
-    if dry_run:
-        return _plan_table(what, table, Store(out, data, chosen, note), seeds)
-    dataset = load_official_dataset(data, note)
-    store = open_store(out, data, chosen, dataset, note)
-    arms = [arm for arm in table.arms if not arm.retired]
-    for arm in arms:
+    seeds = seeds or table.seeds or chosen.seeds
+    store = work.store(data, chosen)
+    if work.dry_run:
+        return _plan_table(what, table, store, seeds)
+    for arm in table.arms:
         if refused := read_progress(store, arm, seeds).refused:
-            note(f"{arm}: left out: {refused}")
-    run_missing(store, partial(missing_cells, store, arms, seeds), dataset, Measures(), report=report, note=note)
-    return _write_table(what, *read_table(table, store, seeds), chosen, out) if Processes().first else {"table": ""}
-
-
-def _show_retired(
-    what: str, data: str | None, seeds: int | None, out: Path, regime: str | None, note: Note
-) -> dict[str, Any]:
-    """Write a retired table wherever its rows are stored, and say which commits made them."""
-    kind = None if data is None else data.partition(":")[0]
-    shown = []
-    for place, own in stored_regimes(out):
-        if kind in (None, place) and regime in (None, own.name):
-            made = TABLES[what](Arms(place, own))
-            table, found = read_table(made, Store(out, place, own, note), seeds or own.seeds)
-            if mostly_stored(made, found):
-                note(
-                    f"{what} is retired: idml no longer has its options; stored rows of {place}, {own.name}, made by "
-                    f"{retired_commits(found)}"
-                )
-                shown.append(_write_table(what, table, found, own, out))
-    if not shown:
-        places = f" of {kind or 'any data set'}" + (f", {regime}" if regime else "")
-        raise ValueError(f"{what} is retired (idml no longer has its options), and {out} holds no rows{places}")
-    return {**shown[0], "table": "\n\n".join(each["table"] for each in shown)}
+            work.note(f"{arm}: left out: {refused}")
+    store = work.make(store, lambda own: missing_cells(own, table.arms, seeds), Measures())
+    if not Processes().first:
+        return {"table": ""}
+    if what == FULL[0] and chosen.name == "full" and regimes.CHOSEN_FORM is None:
+        return default_form(work.out, data, seeds, work.note)  # no test figure before the choice
+    return _write_table(what, table, read_table(table, store, seeds), chosen, work.out)
 
 
 def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out: Path) -> dict[str, Any]:
@@ -170,13 +186,15 @@ def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out:
     write_atomic(folder / "per_seed.csv", per_seed_csv(table, found).encode())
     verdicts = [(claim.text, claim.decide(found)) for claim in table.claims]
     lines = [f"- {text}: **{verdict.word}** ({verdict.reason})" for text, verdict in verdicts]
+    detection = detection_line(table, found)
     text = "\n".join(
-        [table.title, "", markdown, "", f"95 % intervals: {ROUNDS} rounds over classes and seeds.", *lines]
+        [table.title, "", markdown, "", f"95 % intervals: {ROUNDS} rounds over classes and seeds.", detection, *lines]
     )
     return {
         "table": text,
         "header": header,
         "rows": rows,
+        "detectable": detection,
         "claims": {text: [verdict.word, verdict.reason] for text, verdict in verdicts},
         "folder": str(folder),
     }
@@ -184,32 +202,46 @@ def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out:
 
 def _plan_table(what: str, table: Table, store: Store, seeds: int) -> dict[str, Any]:
     """The jobs that are missing, their settings and expected hours."""
-    regime, jobs, lines, total = store.regime, list[dict[str, Any]](), list[str](), 0.0
+    regime, jobs, lines = store.regime, list[dict[str, Any]](), list[str]()
     images = _training_images(store.data)
     done: set[str] = set()
+    features: set[tuple[Any, ...]] = set()
     for arm in table.arms:
         at = read_progress(store, arm, seeds)
         if at.refused:
-            lines += [] if arm.retired else [f"{arm}: left out: {at.refused}"]
+            lines.append(f"{arm}: left out: {at.refused}")
             continue
         names = [name for name in _job_names(store, at, seeds) if name not in done]
         if not names:
             continue
         done.update(names)
         hours = regime.hours(_expected_images(store, at.missing[0], images))
-        total += len(names) * hours
+        for name in names:
+            features |= _feature_sets(store, at.missing[0], name.rpartition("-seed=")[2])
         own = ", ".join(f"{key} {value}" for key, value in arm.options.items())
         lines += [f"{name}: {hours:.2g} h ({own})" for name in names]
         jobs += [{"name": name, "hours": hours, "options": {**arm.options, "loss": arm.loss}} for name in names]
+    cached = sum(int(key[0]) for key in features) * 0.9 * images / regime.speed.features / 3600
+    total = sum(job["hours"] for job in jobs) + cached
     rates = ", ".join(f"{rate:g}" for rate in regime.rates)
     shared = ", ".join(f"{key} {value}" for key, value in regime.base.items())
     head = [
         f"{what} on {store.data.partition(':')[0]}, {regime.name}: {len(jobs)} runs to do, about {total:.2g} hours on "
-        f"{regime.speed.on}",
+        f"{regime.speed.on}" + (f", {cached:.2g} of them for the trunk's features" if cached else ""),
         f"settings of all runs: {shared}; other options at their defaults (idml train --help)",
         f"learning rates {rates}: the best on held-out training classes with seed 0 serves the seeds 0 … {seeds - 1}",
     ]
-    return {"jobs": jobs, "hours": total, "table": "\n".join([*head, *lines])}
+    return {"jobs": jobs, "hours": total, "feature_hours": cached, "table": "\n".join([*head, *lines])}
+
+
+def _feature_sets(store: Store, cell: Cell, seed: str) -> set[tuple[Any, ...]]:
+    """The sets of features that a run reads with a frozen trunk: (epochs of crops, what they depend on)."""
+    config = store.config(cell, Path("cell"))
+    if config.train != "heads":
+        return set()
+    key = (config.crops, seed, config.batch_size, config.per_class, config.ambiguity)
+    beta = getattr(getattr(config.method_options, "mixtures", None), "mixing", "") == "against-clean"
+    return {key, (*key, "mixtures", beta)} if config.added_images else {key}
 
 
 def _job_names(store: Store, at: ArmProgress, seeds: int) -> list[str]:
@@ -239,48 +271,53 @@ def _training_images(data: str) -> int:
 # -------------------- studies and the gradient step --------------------
 
 
-def _reproduce_study(
-    what: str, study: Study, data: str, seeds: int, out: Path, report: Progress, note: Note, *, dry_run: bool
-) -> dict[str, Any]:
+def _reproduce_study(what: str, study: Study, data: str, seeds: int | None, work: _Work) -> dict[str, Any]:
     """Run what is missing of a study and write its tables."""
-    store = Store(out, data, regime_for(data), note)
-    cells = study.cells(store, seeds)
-    if dry_run:
-        return _plan_cells(store, cells)
-    rows = _run_cells(store, cells, study.measures, report, note)
+    count = seeds or study.seeds
+    store = work.store(data, regime_for(data, name=study.regime))
+    if work.dry_run:
+        return _plan_cells(store, study.cells(store, count))
+    rows = _run_cells(store, lambda own: study.cells(own, count), study.measures, work)
     if not Processes().first:
         return {"table": ""}
-    folder = out / "tables" / f"{what}-{data.partition(':')[0]}"
+    folder = work.out / "tables" / f"{what}-{data.partition(':')[0]}"
     texts = [f"{t.title}\n\n{write_table(folder, t.name, t.header, t.rows)}" for t in study.tables(rows)]
     return {"results": {row["name"]: row for row in rows}, "table": "\n\n".join(texts), "folder": str(folder)}
 
 
-def _reproduce_step(data: str, out: Path, report: Progress, note: Note, *, dry_run: bool) -> dict[str, Any]:
+def _reproduce_step(data: str, work: _Work) -> dict[str, Any]:
     """Make the figure of one gradient step, or read it, and draw it."""
-    store = Store(out, data, regime_for(data), note)
+    store = work.store(data, regime_for(data))
     cell = step_cell(store)
-    if dry_run:
+    if work.dry_run:
         return _plan_cells(store, [cell])
-    (found,) = _run_cells(store, [cell], Measures(run=measure_step), report, note)
-    folder = out / "tables" / f"{STEP}-{data.partition(':')[0]}"
+    (found,) = _run_cells(store, lambda own: [cell], Measures(run=measure_step), work)
+    folder = work.out / "tables" / f"{STEP}-{data.partition(':')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "step.html", page("One step", "<h1>One step</h1>", drawing(step_figure(found), "one step")))
     return {"table": step_sentence(found), **found}
 
 
-def _run_cells(store: Store, cells: list[Cell], measures: Measures, report: Progress, note: Note) -> list[Row]:
-    """Make what is missing; the data set is not needed if nothing is."""
-    if any(store.read(cell) is None for cell in cells):
-        dataset = load_official_dataset(store.data, note)
-        store = open_store(store.out, store.data, store.regime, dataset, note)
+def _run_cells(store: Store, cells: Callable[[Store], list[Cell]], measures: Measures, work: _Work) -> list[Row]:
+    """Make what is missing and return all rows; ``cells`` may say more once some of them are there."""
 
-        def missing() -> list[Cell]:
-            return [cell for cell in cells if store.read(cell) is None]
+    def missing(own: Store) -> list[Cell]:
+        return [cell for cell in cells(own) if own.read(cell) is None]
 
-        run_missing(store, missing, dataset, measures, report=report, note=note)
-    return [row for cell in cells if (row := store.read(cell)) is not None]
+    store = work.make(store, missing, measures)
+    return [row for cell in cells(store) if (row := store.read(cell)) is not None]
 
 
 def _plan_cells(store: Store, cells: list[Cell]) -> dict[str, Any]:
-    missing = [cell.name for cell in cells if store.read(cell) is None]
-    return {"missing": missing, "table": "\n".join([f"{len(missing)} of {len(cells)} runs to do", *missing])}
+    missing = [cell for cell in cells if store.read(cell) is None]
+    lines, total = [f"{len(missing)} of {len(cells)} runs to do"], 0.0
+    for cell in missing:
+        if "method" in cell.options and (data := store.data.partition(":")[0]) in _OFFICIAL:
+            hours = store.regime.hours(_expected_images(store, cell, _OFFICIAL[data]))
+            total += hours
+            lines.append(f"{cell.name}: {hours:.2g} h")
+        else:
+            lines.append(cell.name)
+    if total:
+        lines[0] += f", about {total:.2g} hours on {store.regime.speed.on}"
+    return {"missing": [cell.name for cell in missing], "hours": total, "table": "\n".join(lines)}

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,20 @@ import idml
 from idml.data.datasets import Dataset, load_dataset
 from idml.embeddings import Embeddings
 from idml.files import lock_file, write_atomic
+from idml.model import Model
 from idml.progress import Note, Progress, silent
 from idml.reproduction.measure import measure_raw, measure_run
 from idml.reproduction.regimes import UNTAUGHT_U, Arm, Regime
-from idml.reproduction.stored_results import CELLS, Row, StoredRows
+from idml.reproduction.stored_results import Row, StoredRows, cells_folder
 from idml.training.config import TrainConfig, from_dict, options_of
 from idml.training.distributed import Processes
 from idml.training.loop import train
 
-VERSION = 1
-"""The version of the protocol: raised by hand when cells would come out differently. Rows of others are not used."""
+VERSION = 2
+"""The version of the protocol: raised by hand when cells would come out differently. Rows of others are not used.
+
+1: CUB from images with 128 pixels; originals and mixtures in one pair matrix. 2: docs/reproduction.md.
+"""
 RAW = "raw"
 _LONGEST = 120  # characters of a name
 _PAUSE = 5.0  # seconds between two looks at the cells of other workers
@@ -55,25 +59,36 @@ class Cell:
     options: dict[str, Any]
 
 
+def keep_nothing(run: Path, epoch: int, model: Model) -> None:
+    """Keep no model of a run but the last and the selected one."""
+
+
 @dataclass(frozen=True)
 class Measures:
     """What is measured of a finished run, and of the features without training; both return what a row keeps."""
 
     run: Callable[[TrainConfig, Path, Dataset, Embeddings, Progress], dict[str, Any]] = measure_run
     raw: Callable[[TrainConfig, Dataset, int], dict[str, Any]] = measure_raw
+    keep: Callable[[Path, int, Model], None] = keep_nothing
+    """Called with the run and the model after each epoch, to keep what ``run`` needs; it must not look at a test."""
 
 
 # -------------------- cells --------------------
 
 
 class Store:
-    """The cells of a data set in a regime: collected in ``out``/DATA-REGIME.jsonl, new ones in ``out``/cells."""
+    """The cells of a data set in a regime: collected in ``out``/DATA-REGIME.jsonl, new ones in `cells_folder`.
 
-    def __init__(self, out: Path, data: str, regime: Regime, note: Note = silent) -> None:
-        self.out, self.data, self.regime, self.note = out, data, regime, note
+    ``weights`` is a file with the trunk's weights; a row keeps its hash, not its name.
+    """
+
+    def __init__(
+        self, out: Path, data: str, regime: Regime, note: Note = silent, *, weights: Path | None = None
+    ) -> None:
+        self.out, self.data, self.regime, self.note, self.weights = out, data, regime, note, weights
         place = f"{data.partition(':')[0]}-{regime.name}"
         self.rows = StoredRows(out / f"{place}.jsonl")
-        self.folder = out / CELLS / place
+        self.folder = cells_folder(out) / place
         self.images: str | None = None
         """A hash of the images, where they are known: cells of other images are not used."""
         self._known: dict[str, Row] = {}
@@ -104,7 +119,8 @@ class Store:
         own = options_of(options.get("method", TrainConfig.method))
         implied = {**UNTAUGHT_U, "detach": True}  # left out where the method has no such option: it does so anyway
         shared = {key: v for key, v in options.items() if key in own or implied.get(key, MISSING) != v}
-        return from_dict({**shared, "data": self.data, "out": str(out)})
+        local = {} if self.weights is None else {"weights": str(self.weights)}
+        return from_dict({**shared, **local, "data": self.data, "out": str(out)})
 
     def read(self, cell: Cell) -> Row | None:
         """Return what was measured, or None if the cell has to be made."""
@@ -114,6 +130,14 @@ class Store:
                 return None
             self._known[cell.name] = found
         return self._known[cell.name]
+
+    def weights_hash(self) -> str:
+        """Return a hash of the file with the trunk's weights."""
+        return hashlib.sha256(self.weights.read_bytes()).hexdigest()[:16] if self.weights is not None else ""
+
+    def count_old_rows(self) -> int:
+        """Return how many stored rows other versions of the protocol made."""
+        return sum(row["version"] != VERSION for row in self.rows)
 
     def raw(self) -> Row | None:
         """Return the figures of the features that nothing was learned on."""
@@ -154,6 +178,8 @@ class Store:
             found = measures.raw(self.config(cell, run), dataset, cell.options.get("seed", 0)) if first else {}
         if not first:
             return
+        if self.weights is not None:
+            found["weights"] = self.weights_hash()
         found |= {"seconds": round(time.perf_counter() - started, 1), **_made(), "images": _fingerprint(dataset)}
         row = {"version": VERSION, "name": cell.name, "commit": source_commit(), "options": cell.options, **found}
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in row.items())
@@ -166,6 +192,7 @@ class Store:
         config = self.config(cell, run)
         seen: list[Embeddings] = []
         options: dict[str, Any] = {"resume": True, "dataset": dataset, "pages": False, "report": report}
+        options["after_epoch"] = partial(measures.keep, run)
         try:
             metrics = train(config, **options, tested=seen.append)
         except ValueError as error:
@@ -217,9 +244,11 @@ class Store:
             self.note(line)
 
 
-def open_store(out: Path, data: str, regime: Regime, dataset: Dataset, note: Note) -> Store:
+def open_store(
+    out: Path, data: str, regime: Regime, dataset: Dataset, note: Note, *, weights: Path | None = None
+) -> Store:
     """Return the store of a data set that is there: cells of other images are made again."""
-    store = Store(out, data, regime, note)
+    store = Store(out, data, regime, note, weights=weights)
     store.images = _fingerprint(dataset)
     return store
 
@@ -293,7 +322,7 @@ def read_progress(store: Store, arm: Arm, seeds: int) -> ArmProgress:
     tried = {rate: store.read(cell) for rate, cell in tuning.items()}
     missing = [tuning[rate] for rate in rates if tried[rate] is None]
     if missing:
-        if reason := _refusal(store, arm, missing[0]):
+        if reason := _refusal(store, missing[0]):
             return ArmProgress(arm, None, {}, (), reason)
         return ArmProgress(arm, None, {}, tuple(missing), left=len(missing) + seeds - 1)
     scores = {rate: found["selected_score"] for rate, found in tried.items() if found and "failed" not in found}
@@ -303,13 +332,11 @@ def read_progress(store: Store, arm: Arm, seeds: int) -> ArmProgress:
     cells = {seed: store.cell(arm.loss, arm.options, rate, seed) for seed in range(seeds)}
     found = {seed: store.read(cell) for seed, cell in cells.items()}
     runs = {seed: run for seed, run in found.items() if run is not None and "failed" not in run}
-    left = () if arm.retired else tuple(cells[seed] for seed in range(seeds) if found[seed] is None)
+    left = tuple(cells[seed] for seed in range(seeds) if found[seed] is None)
     return ArmProgress(arm, rate, runs, left, left=len(left))
 
 
-def _refusal(store: Store, arm: Arm, cell: Cell) -> str:
-    if arm.retired:
-        return "retired: its options are no longer in idml"
+def _refusal(store: Store, cell: Cell) -> str:
     try:
         store.config(cell, Path("cell"))
     except ValueError as error:
@@ -376,8 +403,9 @@ def _make_one(
                 _agree(processes, cell)
                 store.make(cell, dataset, report, measures)
                 found = store.read(cell) or {}
-                figures = found.get("selected")
-                score = f"recall@1 {figures['recall@1']:.1%}" if figures else found.get("failed", "measured")
+                score = found.get("failed", "measured")  # no test figure: nothing may be chosen by it
+                if "selected_score" in found:
+                    score = f"held-out MAP@R {found['selected_score']:.1%}"
                 note(f"{cell.name}: {score} in {found['seconds']:.0f} s")
             else:
                 _agree(processes, None)

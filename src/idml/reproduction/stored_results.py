@@ -9,12 +9,17 @@ intervals are resampled, are large; results/cub-frozen.npz holds them as whole n
     queries, hits    queries of each class, and those whose nearest image is of their class [n, c]
     map@r     MAP@R summed over the queries of each class, in units of 1e-4 [n, c]
 
-Workers write each finished run as a small file of its own to results/cells/ (which git ignores). `collect_cells` merges
-these into the two files. Readers look at both.
+Workers write each finished run as a small file of its own to results/cells/ (which git ignores), or to the folder that
+the environment variable IDML_RUNS names, which survives another checkout. Checkpoints of unfinished runs lie there too.
+`collect_cells` merges the finished ones into the two files. Readers look at both.
+
+Rows of version 1 of the protocol have another ``weight``: the mean of e^(−x) of the rule `similar` over pairs of
+images, whatever the loss applied. From version 2 on it is what the loss applied.
 """
 
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +30,16 @@ from numpy.typing import NDArray
 from idml.files import lock_file, write_atomic
 from idml.progress import Note, silent
 
-CELLS = "cells"
 _SUMS = ("queries", "hits", "map@r")
 _UNIT = 1e4  # sums of MAP@R are rounded to four digits
 Row = dict[str, Any]
 Key = tuple[int, str]
+
+
+def cells_folder(out: Path) -> Path:
+    """Return the folder of new cells and of runs in progress: $IDML_RUNS, else ``out``/cells."""
+    own = os.environ.get("IDML_RUNS")
+    return Path(own) if own else out / "cells"
 
 
 class StoredRows:
@@ -131,20 +141,21 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def collect_cells(out: Path, note: Note = silent) -> dict[str, Any]:
-    """Merge the finished cells under ``out``/cells into the stored rows; a cell replaces a row of the same name.
+    """Merge the finished cells of `cells_folder` into the stored rows; a cell replaces a row of the same name.
 
     A cell's file is removed once its row is on disk. A damaged one is named and left.
     """
     counts: dict[str, int] = {}
-    if (out / CELLS).exists():
-        with lock_file(out / CELLS / "collect.lock"):  # one at a time: each reads rows, adds to them and writes them
-            for folder in sorted(path for path in (out / CELLS).glob("*") if path.is_dir()):
+    cells = cells_folder(out)
+    if cells.exists():
+        with lock_file(cells / "collect.lock"):  # one at a time: each reads rows, adds to them and writes them
+            for folder in sorted(path for path in cells.glob("*") if path.is_dir()):
                 if count := _collect_folder(folder, out / f"{folder.name}.jsonl", note):
                     counts[folder.name] = count
     text = ", ".join(f"{count} into {name}.jsonl" for name, count in counts.items())
     return {
         "collected": counts,
-        "table": f"collected {text}" if counts else f"there is nothing to collect in {out / CELLS}",
+        "table": f"collected {text}" if counts else f"there is nothing to collect in {cells}",
     }
 
 

@@ -39,6 +39,7 @@ from idml.model import build_model, load_model
 from idml.model.feature_cache import load_features
 from idml.progress import image_counter, silent
 from idml.reproduction.claims import interval_text
+from idml.reproduction.regimes import method_options
 from idml.reproduction.runner import Cell, Measures, Store
 from idml.reproduction.stored_results import Row
 from idml.training.config import TrainConfig
@@ -64,11 +65,17 @@ class StudyTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A study: its cells for a number of seeds, what is measured of each, and the tables of their rows."""
+    """A study: its cells for a number of seeds, what is measured of each, and the tables of their rows.
+
+    ``cells`` may depend on rows that are stored: it is asked again after each run.
+    """
 
     cells: Callable[[Store, int], list[Cell]]
     measures: Measures
     tables: Callable[[list[Row]], list[StudyTable]]
+    regime: str | None = None
+    """The regime it needs; by default that of the data set."""
+    seeds: int = 3
 
 
 # -------------------- uncertainty --------------------
@@ -78,7 +85,7 @@ def uncertainty_cells(store: Store, seeds: int) -> list[Cell]:
     """Return every run of the study, seed by seed."""
     rate = store.regime.study_rate
     return [
-        store.cell(loss, {"method": method}, rate, seed, study="uncertainty")
+        store.cell(loss, method_options(method), rate, seed, study="uncertainty")
         for seed in range(seeds)
         for loss in LOSSES
         for method in METHODS
@@ -155,7 +162,7 @@ def audit_cells(store: Store, seeds: int) -> list[Cell]:
     rate = store.regime.study_rate
     raw = range(seeds) if store.regime.base.get("pretrained", True) else ()
     trained = [
-        store.cell(loss, {"method": method}, rate, seed, study="audit")
+        store.cell(loss, method_options(method), rate, seed, study="audit")
         for seed in range(seeds)
         for loss, method in RUNS
     ]

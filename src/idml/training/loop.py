@@ -56,6 +56,7 @@ def train(
     report: Progress = silent,
     note: Note = silent,
     tested: Callable[[Embeddings], None] = lambda embeddings: None,
+    after_epoch: Callable[[int, Model], None] = lambda epoch, model: None,
 ) -> dict[str, Any]:
     """Train a model and leave it in ``config.out``; returns what metrics.json holds.
 
@@ -67,6 +68,7 @@ def train(
         report: called with every row of log.jsonl, and with the number of images decoded while the cache is built.
         note: called with lines that a person should see.
         tested: called with the embeddings of the test images by the selected model.
+        after_epoch: called by the first process with the number of epochs done and the model, before their checkpoint.
 
     Of several processes the first one writes and reports; the others return an empty dictionary.
     """
@@ -218,6 +220,7 @@ def train(
                     figures = {"step": step, "epoch": epoch, **{f"held_out_{k}": v for k, v in score.items()}}
                     log.write(figures)
                     report(figures)
+                after_epoch(epoch + 1, model)
             progress = dataclasses.replace(progress, epoch=epoch + 1, epoch_start=step)
             checkpoint()
             if processes.any(asked_to_stop()) and epoch < epochs - 1:

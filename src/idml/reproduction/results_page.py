@@ -1,0 +1,450 @@
+"""The page of all results (docs/results.md, docs/results.html), from stored rows alone; nothing is written by hand.
+
+What a visitor wants comes first: the paper's own network, then a line for each of the paper's main claims, then what
+follows from them. The tables and the studies come after that. Version 1 of the protocol has a page of its own.
+"""
+
+import html
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from idml.files import write_atomic
+from idml.progress import Note, silent
+from idml.report_html import drawing, page, prose, table
+from idml.reproduction import regimes
+from idml.reproduction.claims import (
+    ROUNDS,
+    WORDS,
+    Claim,
+    Gain,
+    TableRuns,
+    Verdict,
+    count_verdicts,
+    interval_text,
+    verdict_table,
+)
+from idml.reproduction.figures import figures_without_runs, plot_table
+from idml.reproduction.live_u import LIVE_U
+from idml.reproduction.paper_tables import FULL, OWN, TABLES, WANTED_R_AUROC, Table
+from idml.reproduction.regimes import LOSSES, Arms, Regime, named_regime
+from idml.reproduction.render import detection_line, markdown_table, mostly_stored, read_table, table_columns
+from idml.reproduction.resnet50_study import RESNET50, resnet50_verdict
+from idml.reproduction.runner import VERSION, Store
+from idml.reproduction.stored_results import Row, cells_folder
+from idml.reproduction.studies import Study, StudyTable
+from idml.reproduction.version1_page import version1_markdown
+
+_FROZEN = ("table1", "table2", "table3", "table4", "table5", "table6", "tau", "gamma", "embedding-size")
+PLAN = (
+    *((what, "cub", "frozen") for what in (*_FROZEN, "trend", "levels", "u")),
+    *((what, "cars", "frozen") for what in ("table1", "table2")),
+    *((what, "glyphs", "scratch") for what in ("table1", "table2")),
+    *((what, "cub", "full") for what in FULL),
+)  # fmt: skip
+"""The tables that version 2 of the protocol makes: their names, data sets and regimes."""
+_STYLE = """<style>
+table { width: max-content; max-width: calc(100vw - 4rem); font-size: .85rem; line-height: 1.35 }
+td { max-width: 16rem } .confirmed { color: #176b2c } .not { color: #a3261b } .cannot, .missing { color: #666 }
+</style>"""
+_SHOWN = (
+    "loss", "arm", "R@1", "RP", "MAP@R", "NMI", "R@1 gain", "over", "paper's R@1 gain", "weight", "spread of ‖u‖",
+    "AUROC mixed", "R-AUROC", "held-out", "lr", "seeds", "remark",
+)  # fmt: skip
+"""The columns of a table on this page; `idml reproduce TABLE` writes all of them."""
+RUNNING = "being run"
+
+
+# -------------------- what is stored --------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with what was found for it."""
+
+    what: str
+    table: Table
+    found: TableRuns
+    regime: Regime
+
+    @property
+    def name(self) -> str:
+        """The title, the data set and the regime."""
+        return f"{self.table.title} ({self.place})"
+
+    @property
+    def place(self) -> str:
+        """The data set and the regime."""
+        return f"{self.found.data}, {self.regime.name}"
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """All runs."""
+        return [run for at in self.found.progress.values() for run in at.runs.values()]
+
+    @cached_property
+    def columns(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows as the page shows them; the intervals in them take most of the time of a page."""
+        header, rows = table_columns(self.table, self.found)
+        kept = [header.index(name) for name in _SHOWN if name in header]
+        return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+    def facts(self) -> str:
+        """The command, seeds, machine, dates and time, and what the table could have detected."""
+        regime, data = self.regime.name, self.found.data
+        usual = "full" if self.what in FULL else "scratch" if data == "glyphs" else "frozen"
+        option = "" if regime == usual else " --scale paper" if regime == "paper" else f" --regime {regime}"
+        spec = "glyphs" if data == "glyphs" else f"{data}:PATH"
+        dates = sorted({run["date"] for run in self.runs})
+        span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        hours = sum(run["seconds"] for run in self.runs) / 3600
+        machines = "; ".join(sorted({run["machine"] for run in self.runs}))
+        tested = sum(self.runs[0]["classes"]["queries"])
+        return (
+            f"`idml reproduce {self.what} --data {spec}{option}`; {len(self.runs)} runs of the chosen learning rates, "
+            f"{tested:,} test images, {hours:.1f} hours, {span}, on {machines}. "
+            + detection_line(self.table, self.found)
+        )
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything the page shows."""
+
+    sections: list[Section]
+    running: list[str]
+    """Tables and studies of the plan of which less than three quarters are there."""
+    verdicts: list[tuple[Section, Claim, Verdict]]
+    resnet50: list[Row]
+    live_u: list[Row]
+
+    def section(self, what: str, data: str, regime: str) -> Section | None:
+        """Return a table that is there."""
+        same = (s for s in self.sections if (s.what, s.found.data, s.regime.name) == (what, data, regime))
+        return next(same, None)
+
+    def verdict_tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """Return the paper's claims and our own questions: for each a title with counts, the header and the rows."""
+        tables = []
+        for title, own in (("All claims of the paper", False), ("Our own questions", True)):
+            judged = dict.fromkeys(
+                (claim.text, section.place, verdict)
+                for section, claim, verdict in self.verdicts
+                if (section.what in OWN or getattr(claim, "own", False)) == own
+            )
+            if judged:
+                tables.append((f"{title}: {count_verdicts(v for *_, v in judged)}", *verdict_table(list(judged))))
+        return tables
+
+    def running_line(self) -> str:
+        """Say which tables are not shown."""
+        return f"Being run: {', '.join(self.running)}." if self.running else "Nothing is missing."
+
+
+def stored_regimes(out: Path) -> list[tuple[str, Regime]]:
+    """Return the data sets and regimes that ``out`` holds rows of."""
+    names = {path.stem for path in out.glob("*-*.jsonl")}
+    names |= {path.name for path in cells_folder(out).glob("*-*") if any(path.glob("*.json"))}
+    pairs = [name.rsplit("-", 1) for name in sorted(names)]
+    return [(data, named_regime(name, data)) for data, name in pairs]
+
+
+def stored_results(out: Path, note: Note = silent) -> Results:
+    """Read every table that is stored, and decide its claims."""
+    sections, shown = list[Section](), set[tuple[str, str, str]]()
+    for data, regime in stored_regimes(out):
+        store = Store(out, data, regime, note)
+        for what, build in TABLES.items():
+            if (what in FULL) != (regime.name in ("full", "last")) or (what in FULL and regimes.CHOSEN_FORM is None):
+                continue
+            made = build(Arms(data, regime))
+            section = Section(what, made, read_table(made, store), regime)
+            if mostly_stored(made, section.found):
+                sections.append(section)
+                shown.add((what, data, regime.name))
+    running = [f"{what} ({data}, {name})" for what, data, name in PLAN if (what, data, name) not in shown]
+    studied = {"resnet50": _study_rows(RESNET50, out, note)}
+    studied["live-u"] = [] if regimes.CHOSEN_FORM is None else _study_rows(LIVE_U, out, note)
+    for name, study in (("resnet50", RESNET50), ("live-u", LIVE_U)):
+        store = Store(out, "cub", named_regime(study.regime or "frozen", "cub"))
+        whole = name != "live-u" or regimes.CHOSEN_FORM is not None
+        if not whole or len(studied[name]) < len(study.cells(store, study.seeds)):
+            running.append(f"{name} (cub)")
+    verdicts = [(s, claim, claim.decide(s.found)) for s in sections for claim in s.table.claims]
+    return Results(sections, running, verdicts, studied["resnet50"], studied["live-u"])
+
+
+def _study_rows(study: Study, out: Path, note: Note) -> list[Row]:
+    store = Store(out, "cub", named_regime(study.regime or "frozen", "cub"), note)
+    return [row for cell in study.cells(store, study.seeds) if (row := store.read(cell)) is not None]
+
+
+# -------------------- the paper's main claims, a line each --------------------
+
+
+@dataclass(frozen=True)
+class MainClaim:
+    """A claim of the paper in one line: the claims of a table that it sums up, named by how their text begins."""
+
+    text: str
+    what: str
+    begins: tuple[str, ...]
+    data: str = "cub"
+    regime: str = "frozen"
+
+
+_BEYOND = tuple(f"IDML improves {LOSSES[loss]} beyond" for loss in ("margin_dw", "proxy_anchor"))
+_CARS, _GLYPHS = {"data": "cars"}, {"data": "glyphs", "regime": "scratch"}
+MAIN_CLAIMS = (
+    MainClaim("IDML improves ProxyAnchor", "finetune", ("IDML improves ProxyAnchor",), regime="full"),
+    MainClaim("IDML improves multi-similarity", "finetune", ("IDML improves Multi-Sim",), regime="full"),
+    *(
+        MainClaim("IDML improves each of seven losses", "table1", ("IDML improves",), **place)
+        for place in ({}, _CARS, _GLYPHS)
+    ),
+    MainClaim("Mixup alone improves ProxyAnchor", "finetune", ("Mixup improves",), regime="full"),
+    MainClaim("Mixup alone improves margin and ProxyAnchor", "table2", ("Mixup improves",)),
+    MainClaim("the metric alone improves margin and ProxyAnchor", "table2", ("the metric improves",)),
+    MainClaim("IDML is better than either part", "table2", _BEYOND),
+    MainClaim("PEL is below plain", "table2", ("PEL is below",)),
+    MainClaim("the metric helps with every form of ambiguous images", "table3", ("the metric helps",)),
+    MainClaim("uncertain pairs are better treated as similar", "table4", ("similar is better",)),
+    MainClaim("Euclidean distance tests better than the metric", "table5", ("Euclidean distance",)),
+    MainClaim("batches of 120 are best", "table6", ("batches of",)),
+    MainClaim("τ = 5 is best", "tau", ("τ = 5 is above τ",)),
+    MainClaim("IDML improves every embedding size", "embedding-size", ("IDML improves",)),
+    MainClaim("mixed images have a larger ‖u‖ than clean ones", "levels", ("mixed test images",)),
+    MainClaim("‖u‖ falls during training", "trend", ("‖u‖ falls",)),
+)  # fmt: skip
+_REGIMES = {
+    "resnet50": "ResNet-50, 224 px, all trained, one seed",
+    "full": "lite0, 112 px, all trained",
+    "frozen": "lite0, heads trained",
+    "scratch": "small network from scratch",
+}
+
+
+def main_claim_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return a line for each main claim: the paper's figure, ours, the verdict and the regime."""
+    lines = []
+    if (own := resnet50_verdict(results.resnet50)) is not None:
+        lines.append(["IDML improves ProxyAnchor", *own, f"cub; {_REGIMES['resnet50']}"])
+    else:
+        lines.append(["IDML improves ProxyAnchor", "+1.7", "", RUNNING, f"cub; {_REGIMES['resnet50']}"])
+    for main in MAIN_CLAIMS:
+        place = f"{main.data}; {_REGIMES[main.regime]}"
+        section = results.section(main.what, main.data, main.regime)
+        built = TABLES[main.what](Arms(main.data, named_regime(main.regime, main.data)))
+        claims = [claim for claim in (section.table if section else built).claims if claim.text.startswith(main.begins)]
+        paper = _paper_range(claims, main.data, built)
+        if section is None:
+            lines.append([main.text, paper, "", RUNNING, place])
+            continue
+        verdicts = [verdict for s, claim, verdict in results.verdicts if s is section and claim in claims]
+        lines.append([main.text, paper, *_ours(claims, verdicts, section.found), place])
+    return ["the paper says", "its gain in R@1", "ours", "verdict", "where"], lines
+
+
+def _paper_range(claims: list[Claim], data: str, built: Table) -> str:
+    """The paper's gains, as a range if there are several."""
+    against = {arm.key: (arm.loss, arm.against) for arm in built.arms}
+    known = []
+    for claim in claims:
+        if isinstance(claim, Gain):
+            theirs = claim.paper_gain(data, against[claim.arm])
+            known += [] if theirs is None else [theirs]
+    return _range(known)
+
+
+def _range(values: list[float]) -> str:
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return f"{low:+.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:+.1f} to {high:+.1f}"
+
+
+def _ours(claims: list[Claim], verdicts: list[Verdict], found: TableRuns) -> list[str]:
+    """Our figure and the verdict: of one claim with its interval, of several as a range and counts."""
+    if len(claims) == 1:
+        reason = verdicts[0].reason.partition(", in the paper")[0]
+        return [reason, verdicts[0].word]
+    changes = [change[2].mean for c in claims if isinstance(c, Gain) and (change := c.change(found)) is not None]
+    return [_range(changes) or "; ".join(v.reason for v in verdicts), count_verdicts(verdicts)]
+
+
+def conclusion(results: Results) -> str:
+    """Say whether IDML's gain was found with everything trained, and what ‖u‖ is good for."""
+    finetune = results.section("finetune", "cub", "full")
+    own = resnet50_verdict(results.resnet50)
+    if finetune is None or own is None:
+        return (
+            "Whether IDML gains with everything trained is not decided yet: its runs are being made. Until then "
+            "nothing here speaks for or against the paper at its own scale."
+        )
+    gains = []
+    for arm in finetune.table.arms:
+        change = Gain("", arm.key).change(finetune.found) if arm.name.startswith("idml") else None
+        if change is not None and change[2].low > 0:
+            gains.append(f"{arm}: {change[2].text(sign=True)}")
+    if gains:
+        return f"With everything trained these forms of IDML are above plain: {'; '.join(gains)}."
+    return (
+        "**IDML's gain was not found at the paper's own scale.** No form of it is above plain training with an "
+        "interval above 0 where everything is trained. ‖u‖ is good for something else: taught by ranking it orders a "
+        "query's chance of a wrong answer without looking at the gallery (see *What ‖u‖ of a query says*)."
+    )
+
+
+# -------------------- ‖u‖ of a query --------------------
+
+_URL = (
+    ("ResNet-50", "trained on ImageNet", "0.57"),
+    ("ViT-S", "pretrained visual uncertainties", "0.61"),
+    ("ViT-S", "trained on downstream classes that are not tested", "0.62"),
+)
+_URL_TEXT = (
+    "The URL benchmark (Kirchhof et al., 2023) has other rules: its networks learn on ImageNet, not on birds; its "
+    "R-AUROC is the mean over CUB, Cars and SOP; a query is right if its nearest neighbour is, as here. Ours learn on "
+    "the first 100 classes of CUB and are tested on the other 100, so only its last line is near to ours. Our goal is "
+    f"{WANTED_R_AUROC:.2f}."
+)
+
+
+def u_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return R-AUROC of ‖u‖ of the query alone: the default method and IDML, frozen and trained; and the benchmark."""
+    lines = []
+    for what, regime, pixels, trained in (("u", "frozen", 224, "heads"), ("finetune", "full", 112, "everything")):
+        section = results.section(what, "cub", regime)
+        for at in section.found.progress.values() if section else ():
+            taught = at.arm.options.get("teach_u") == "ranking"
+            if at.runs and (taught or at.arm.name == "idml"):
+                method = "plain, u taught by ranking (the default)" if taught else "idml"
+                values = [run["r_auroc"] for run in at.runs.values()]
+                text = f"{interval_text(values, 2)} ({len(values)} seeds)"
+                lines.append(["lite0", str(pixels), trained, LOSSES[at.arm.loss], method, text])
+    for row in results.resnet50:
+        plain = row["options"]["method"] == "plain"
+        if plain or row["options"].get("rule") != "release":
+            method = "plain, u taught by ranking (the default)" if plain else "idml"
+            low, high = row["r_auroc_interval"]
+            text = f"{row['r_auroc']:.2f} [{low:.2f}, {high:.2f}] (one seed)"
+            lines.append(["ResNet-50", "224", "everything", "ProxyAnchor", method, text])
+    lines += [[trunk, "224", "URL benchmark", "", how, value] for trunk, how, value in _URL]
+    return ["network", "pixels", "trained", "loss", "method", "R-AUROC of ‖u‖"], lines
+
+
+# -------------------- the page --------------------
+
+
+_INTRO = (
+    "`idml reproduce results` makes this page from the rows in results/; nothing is written by hand. It also writes "
+    "results.html, with plots. [Reproduction](reproduction.md) has the protocol (version {version}) and every command. "
+    "[Results of version 1](results-v1.md) are kept apart and are not argued from.",
+)
+_READING = (
+    "The paper's figures are those of ResNet-50 at 224 pixels. Ours, unless a heading says otherwise, are those of a "
+    "much smaller network. Compare differences between arms, not levels. *Mixup* rows are ordinary Mixup (λ-weighted "
+    "losses), *idml* rows the paper's text (label sets), both with a loss of originals plus a loss of mixtures.",
+    "With seed 0 every arm is trained at the same learning rates. The rate with the best MAP@R on held-out training "
+    "classes is used for all seeds, and the epoch is chosen by the same score (*held-out*, the only figure by which "
+    "anything is chosen). A gain counts only over the better of the raw features and the plain arm. Intervals are 95 % "
+    f"of {ROUNDS} rounds that draw classes and seeds together; with one seed they are over classes alone.",
+    "*weight* is the mean weight e^(−x) that the loss applied at the end of training; above 0.98 the metric is *not "
+    "introspective*. *R-AUROC* is the AUROC of ‖u‖ for wrong nearest neighbours, *AUROC mixed* its AUROC for mixed "
+    "against clean test images; 0.5 is chance. Arms that do not train u show the figures of an untrained u.",
+    "A claim is *confirmed* if the interval of its gain in R@1 lies above 0 (and, for the metric, the weight is not "
+    "above 0.98). It is *not confirmed* if the interval does not, and ends below half of the paper's gain (below half "
+    "a point where the paper gives none). Otherwise the table *cannot tell at this scale*. A gain is *detected* if its "
+    "interval does not hold 0, so the smallest difference that a table could have detected is half the width of that "
+    "interval (a true difference of this size is detected in about half of all repetitions, one 1.4 times as large in "
+    "80 %).",
+)
+
+
+def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, Any]:
+    """Write the pages into ``docs``; return the verdicts."""
+    results = stored_results(out, note)
+    docs.mkdir(parents=True, exist_ok=True)
+    write_atomic(docs / "results.md", results_markdown(results, out).encode())
+    write_atomic(docs / "results-v1.md", version1_markdown(out).encode())
+    write_atomic(docs / "results.html", _results_html(results, out))
+    counts = {word: sum(v.word == word for *_, v in results.verdicts) for word in WORDS}
+    words = ", ".join(f"{count} {word}" for word, count in counts.items())
+    written = ", ".join(str(docs / name) for name in ("results.md", "results-v1.md", "results.html"))
+    return {
+        "table": f"{len(results.sections)} tables, {len(results.verdicts)} claims: {words}; {written}",
+        "verdicts": [[s.name, claim.text, v.word, v.reason] for s, claim, v in results.verdicts],
+        "counts": counts,
+    }
+
+
+def _intro() -> list[str]:
+    return [text.replace("{version}", str(VERSION)) for text in _INTRO]
+
+
+def _resnet50_part(results: Results) -> tuple[str, str, StudyTable | None]:
+    (made,) = RESNET50.tables(results.resnet50)
+    if not made.rows:
+        return made.title, f"Its three runs are {RUNNING}: plain, IDML and the release, about 63,000 images each.", None
+    missing = "" if len(results.resnet50) == 3 else f" {3 - len(results.resnet50)} of its three runs are {RUNNING}."
+    text = (
+        "Intervals are over test classes. *The paper* has 60 epochs and the best epoch on the test set; the learning "
+        f"rate here is constant, with one epoch of warm-up.{missing}"
+    )
+    return made.title, text, made
+
+
+def results_markdown(results: Results, out: Path) -> str:
+    """Return the page as Markdown."""
+    title, text, made = _resnet50_part(results)
+    parts = ["# Results", *_intro(), f"## {title}", text]
+    parts += [] if made is None else [markdown_table(made.header, made.rows)]
+    parts += ["## The paper's main claims", markdown_table(*main_claim_table(results)), conclusion(results)]
+    parts += [results.running_line(), "## How to read the tables", *_READING]
+    for section in results.sections:
+        parts += [f"## {section.name}", section.facts(), markdown_table(*section.columns)]
+    parts += ["## Study: what ‖u‖ of a query says", _URL_TEXT, markdown_table(*u_table(results))]
+    for study in LIVE_U.tables(results.live_u) if results.live_u else ():
+        parts += [f"## Study: {study.title}", markdown_table(study.header, study.rows)]
+    for title, header, rows in results.verdict_tables():
+        parts += [f"## {title}", markdown_table(header, rows)]
+    for drawn in figures_without_runs(out):
+        parts += [f"## {drawn.title}", drawn.text, *([markdown_table(drawn.header, drawn.rows)] if drawn.rows else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _results_html(results: Results, out: Path) -> bytes:
+    shapes = figures_without_runs(out)
+    title, text, made = _resnet50_part(results)
+    parts = [_STYLE, "<h1>Results</h1>", *map(_linked, _intro()), f"<h2>{html.escape(title)}</h2>", prose(text)]
+    parts += [] if made is None else [table(made.header, made.rows)]
+    parts += ["<h2>The paper's main claims</h2>", table(*main_claim_table(results)), prose(conclusion(results))]
+    parts += [prose(results.running_line()), "<h2>How to read the tables</h2>", *map(prose, _READING)]
+    for section in results.sections:
+        parts += [f"<h2>{html.escape(section.name)}</h2>", prose(section.facts())]
+        if (figure := plot_table(section.what, section.table, section.found)) is not None:
+            parts.append(drawing(figure, section.name))
+        parts.append(table(*section.columns))
+    parts += ["<h2>Study: what ‖u‖ of a query says</h2>", prose(_URL_TEXT), table(*u_table(results))]
+    for study in LIVE_U.tables(results.live_u) if results.live_u else ():
+        parts += [f"<h2>Study: {html.escape(study.title)}</h2>", table(study.header, study.rows)]
+    for title, header, rows in results.verdict_tables():
+        parts += [f"<h2>{html.escape(title)}</h2>", colour_verdicts(table(header, rows))]
+    for drawn in shapes:
+        parts += [f"<h2>{html.escape(drawn.title)}</h2>", prose(drawn.text), drawing(drawn.figure(), drawn.title)]
+        parts += [table(drawn.header, drawn.rows)] if drawn.rows else []
+    return page("Results", *parts)
+
+
+def _linked(text: str) -> str:
+    """A paragraph without the links of Markdown, whose targets are Markdown files."""
+    return prose(re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text))
+
+
+def colour_verdicts(text: str) -> str:
+    """Return the HTML of a table of verdicts with a colour for each kind of verdict."""
+    for word in WORDS:
+        text = text.replace(f">{word}: ", f"><b class='{word.split()[0]}'>{word}</b><br>")
+    return text
