@@ -66,7 +66,7 @@ def test_outcomes_against_loops(pool, labelled):
     p, usual = found.probability(trial.evidence).tolist(), found.novelty(trial.evidence).tolist()
     fresh = set(range(1200)) - set(rows.tolist())
     seen = count_outcomes(found, trial, rows)
-    assert list(seen) == ["0.05", "0.1", "0.2"]
+    assert list(seen) == [f"{rate:g}" for rate in ERROR_RATES]
     for target, counts in zip(ERROR_RATES, seen.values(), strict=True):
         threshold = found.find_guarantee(target, 0.9).threshold
         match = [i for i in range(1200) if threshold is not None and p[i] >= threshold]
@@ -155,7 +155,10 @@ def test_a_stopped_study_goes_on_after_the_shares_that_are_measured(patterns, sm
     monkeypatch.setattr(guarantee_study, "COMPARED", 1)
     monkeypatch.setattr(guarantee_study, "SHARES", (0.0, 0.25))
     out = tmp_path / "out"
-    folder, name = out / "cells" / "folder-frozen", "guarantee-multi_similarity-idml-lr=0.0003-seed=0"
+    folder, name = (
+        out / "cells" / "folder-frozen",
+        "guarantee-multi_similarity-idml-labels=sets-mixing=separate-lr=0.0003-seed=0",
+    )
     assert reproduce("guarantee", patterns, 1, out, dry_run=True)["missing"] == [name]
     assert not out.exists()
 

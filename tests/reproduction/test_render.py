@@ -8,12 +8,23 @@ import pytest
 from idml.reproduction.guarantee_study import GUARANTEE
 from idml.reproduction.regimes import regime_for
 from idml.reproduction.render import markdown_table
+from idml.reproduction.results_page import results_markdown, stored_results
 from idml.reproduction.runner import Store
 from idml.reproduction.stored_results import StoredRows
 from idml.reproduction.studies import METHODS, STUDIES
+from idml.reproduction.version1_page import version1_markdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
+
+
+def test_the_pages_of_results_are_rendered_from_the_stored_rows(monkeypatch):
+    monkeypatch.delenv("IDML_RUNS", raising=False)
+    texts = {"results": results_markdown(stored_results(RESULTS), RESULTS), "results-v1": version1_markdown(RESULTS)}
+    for name, text in texts.items():
+        assert (ROOT / "docs" / f"{name}.md").read_text() == text, "run `idml reproduce results`"
+    assert "old weight" in texts["results-v1"]
+    assert len(texts["results"].partition("## How to read")[0]) < 6000  # what a visitor reads first
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,7 @@ class _Work:
 
     def store(self, data: str, regime: Regime) -> Store:
         """Return the store of a data set whose images may be absent; say which rows of it are not used."""
-        wanted = regime.base.get("trunk") == "resnet50"
-        if self.weights is not None and not wanted:
+        if self.weights is not None and regime.name != "resnet50":
             raise ValueError(f"--weights is for the regime resnet50, not for {regime.name}")
         if self.weights is not None and not self.weights.is_file():
             raise FileNotFoundError(f"the weights {str(self.weights)!r} are not there")
