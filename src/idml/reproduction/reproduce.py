@@ -238,7 +238,7 @@ def _feature_sets(store: Store, cell: Cell, seed: str) -> set[tuple[Any, ...]]:
     config = store.config(cell, Path("cell"))
     if config.train != "heads":
         return set()
-    key = (config.crops, seed, config.batch_size, config.per_class, config.ambiguity)
+    key = (config.crops, seed, config.batch_size, config.per_class, config.crop, config.ambiguity)
     beta = getattr(getattr(config.method_options, "mixtures", None), "mixing", "") == "against-clean"
     return {key, (*key, "mixtures", beta)} if config.added_images else {key}
 

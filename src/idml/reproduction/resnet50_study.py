@@ -5,8 +5,8 @@ ResNet-50 from ImageNet weights (`--weights`), 224 pixels, 512 dimensions, batch
 training has 12 epochs where IDML and the authors' release have 6: about 63,000 images each. The learning rate is
 constant: then the sixth epoch of the plain run is what a plain run of 6 epochs would be, and it is read from there.
 Nothing is chosen by the test classes: after epoch 6 the model and the one selected so far are kept, and all models are
-tested when training has ended. The plain arm teaches u beside the loss, as `idml train` does by default; this does not
-change s.
+tested when training has ended. The plain arm teaches u beside the loss, as `idml train` does by default; its gradient
+reaches neither s nor the trunk.
 
 The paper has 69.0 (plain) and 70.7 (IDML) R@1, after 60 epochs and with the best epoch on the test set. One seed is an
 observation, not a result. Expected cost: 7 core hours an arm (both cores: 3.5 hours).
