@@ -7,11 +7,20 @@ import pytest
 
 from idml.cli import main
 from idml.reproduction import live_u, regimes, resnet50_study
+from idml.reproduction.claims import TableRuns
 from idml.reproduction.default_form import choose_form
+from idml.reproduction.paper_tables import TABLES
 from idml.reproduction.regimes import Regime, Speed
 from idml.reproduction.reproduce import reproduce
-from idml.reproduction.results_page import conclusion, main_claim_table, results_markdown, stored_results, u_table
-from idml.reproduction.runner import Store
+from idml.reproduction.results_page import (
+    Section,
+    conclusion,
+    main_claim_table,
+    results_markdown,
+    stored_results,
+    u_table,
+)
+from idml.reproduction.runner import ArmProgress, Store
 
 
 @pytest.fixture
@@ -185,3 +194,28 @@ def test_the_observation_comes_first_and_is_called_one(tmp_path):
     assert ["ResNet-50", "224", "everything", "ProxyAnchor", "idml", "0.60 [0.50, 0.70] (one seed)"] in u_table(
         results
     )[1]
+
+
+def test_what_follows_from_everything_trained(tmp_path):
+    regime = regimes.regime_for("cub", name="full")
+    built = TABLES["finetune"](regimes.Arms("cub", regime))
+
+    def results(share, weight):
+        progress = {}
+        for arm in built.arms:
+            own = {} if arm.name == "plain" else {"weight": weight}
+            runs = {s: made(0.5 if arm.name == "plain" else share, **own) for s in (0, 1)}
+            progress[arm.key] = ArmProgress(arm, 1e-4, runs, ())
+        section = Section("finetune", built, TableRuns("cub", progress, made(0.1)), regime)
+        verdicts = [(section, claim, claim.decide(section.found)) for claim in built.claims]
+        rows = [network("plain", 0.6, 12), network("idml", 0.6, 6)]
+        return dataclasses.replace(stored_results(tmp_path), sections=[section], verdicts=verdicts, resnet50=rows)
+
+    assert "IDML's gain was not found at the paper's own scale" in conclusion(results(0.4, 0.9))
+    above = results(0.7, 0.9)
+    assert "ProxyAnchor, idml, weighted: +20.0 [+20.0, +20.0];" in conclusion(above)
+    assert "not introspective" in conclusion(results(0.7, 0.99))
+    lines = main_claim_table(above)[1]
+    assert lines[1][:4] == ["IDML improves ProxyAnchor", "+1.7", "+20.0 [+20.0, +20.0] over plain", "confirmed"]
+    trained = [line for line in u_table(above)[1] if line[2] == "everything" and line[0] == "lite0"]
+    assert [line[3] for line in trained] == ["ProxyAnchor", "ProxyAnchor", "Multi-Sim", "Multi-Sim"]

@@ -114,7 +114,7 @@ def _course(config: TrainConfig, run: Path) -> dict[str, Any]:
         "images_seen": len(steps) * images,
         "training_seconds": round(sum(images / row["images/s"] for row in steps), 1),
     }
-    for key in ("level_clean", "level_mixed", "level_spread", "weight"):
+    for key in ("level_clean", "level_mixed", "level_spread", "weight", "weight_mixed"):
         if key in steps[-1]:
             found[key] = sum(row[key] for row in steps[-_LAST:]) / len(steps[-_LAST:])
     trend: dict[str, list[float]] = {}

@@ -16,7 +16,9 @@ from idml.progress import Note, silent
 from idml.report_html import drawing, page, prose, table
 from idml.reproduction import regimes
 from idml.reproduction.claims import (
+    NOT_INTROSPECTIVE,
     ROUNDS,
+    SAME_AS_PLAIN,
     WORDS,
     Claim,
     Gain,
@@ -24,6 +26,7 @@ from idml.reproduction.claims import (
     Verdict,
     count_verdicts,
     interval_text,
+    mean_weight,
     verdict_table,
 )
 from idml.reproduction.figures import figures_without_runs, plot_table
@@ -287,7 +290,9 @@ def conclusion(results: Results) -> str:
     for arm in finetune.table.arms:
         change = Gain("", arm.key).change(finetune.found) if arm.name.startswith("idml") else None
         if change is not None and change[2].low > 0:
-            gains.append(f"{arm}: {change[2].text(sign=True)}")
+            weight = mean_weight(finetune.found.runs(arm.key))
+            word = f", {NOT_INTROSPECTIVE}" if weight is not None and weight > SAME_AS_PLAIN else ""
+            gains.append(f"{arm}: {change[2].text(sign=True)}{word}")
     if gains:
         return f"With everything trained these forms of IDML are above plain: {'; '.join(gains)}."
     return (
