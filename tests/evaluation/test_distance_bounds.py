@@ -1,22 +1,11 @@
-"""Products in blocks, and parts on threads, against the whole."""
+"""Products in blocks against the whole."""
 
 import math
-import threading
 
 import pytest
 import torch
 
-from idml.evaluation import distance_bounds as products
-from idml.evaluation.distance_bounds import add_product, in_parts
-
-
-@pytest.fixture
-def three_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    assert torch.get_num_threads() == 3  # as it was before the test's work
-    torch.set_num_threads(before)
+from idml.evaluation.distance_bounds import add_product
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(7, 9), (300, 1030), (256, 1024), (1, 2049)])
@@ -25,55 +14,3 @@ def test_blocks_make_the_whole_product(rows, columns):
     out = torch.full((rows, columns), math.nan)
     assert add_product(start, a, b, -2.0, out) is out
     torch.testing.assert_close(out, start - 2 * a @ b.T)
-
-
-def test_every_part_runs_once_on_threads_of_its_own(three_threads):
-    seen, threads = [], set()
-    meeting = threading.Barrier(3, timeout=20)
-
-    def work(start):
-        assert torch.get_num_threads() == 1
-        assert not torch.is_grad_enabled()
-        meeting.wait()  # three at a time, or it breaks
-        seen.append(start)
-        threads.add(threading.get_ident())
-
-    in_parts(work, range(0, 60, 10), "cpu")
-    assert sorted(seen) == [0, 10, 20, 30, 40, 50]
-    assert threading.get_ident() not in threads
-
-
-def test_a_failing_part_ends_the_work(three_threads):
-    done = []
-
-    def work(start):
-        if start == 2:
-            raise ValueError("this one")
-        done.append(start)
-
-    with pytest.raises(ValueError, match="this one"):
-        in_parts(work, range(10_000), "cpu")
-    assert len(done) < 10_000
-    in_parts(done.append, range(3), "cpu")  # and the next one can begin
-
-
-def test_parts_within_a_part_run_on_its_own_thread(three_threads):
-    inner = []
-
-    def work(start):
-        in_parts(lambda i: inner.append((start, i)), range(4), "cpu")
-
-    in_parts(work, range(5), "cpu")
-    assert sorted(inner) == [(i, j) for i in range(5) for j in range(4)]
-    assert not products._alone.locked()
-
-
-def test_products_are_full_float32_even_if_less_is_allowed_elsewhere():
-    precisions = []
-    torch.set_float32_matmul_precision("medium")
-    try:
-        in_parts(lambda _: precisions.append(torch.get_float32_matmul_precision()), range(2), "cpu")
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert precisions == ["highest", "highest"]

@@ -14,9 +14,8 @@ rows tie on every machine and with every chunk size.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -272,14 +271,9 @@ def _padded(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -------------------- products --------------------
-# Large float32 products in blocks, and work in parts on all cores.
-#
-# Cores share the work by parts of the queries, each part on one thread from the product to the answer. The threads that
-# torch starts by itself wait for each other after every step, and spin while they wait.
 
 
 _HEIGHT, _WIDTH = 256, 1024  # of a block of the product
-_alone = threading.Lock()  # the number of threads is the whole process's
 
 
 def add_product(start: Tensor, a: Tensor, b: Tensor, factor: float, out: Tensor) -> Tensor:
@@ -302,53 +296,6 @@ def add_product(start: Tensor, a: Tensor, b: Tensor, factor: float, out: Tensor)
     return out
 
 
-def in_parts(work: Callable[[int], None], starts: Sequence[int], device: str) -> None:
-    """Call ``work`` for each start, in true float32: on the CPU as many at once as torch has threads, else in turn."""
-    from threadpoolctl import threadpool_limits
-
-    threads = min(torch.get_num_threads(), len(starts)) if device == "cpu" else 1
-    if threads == 1 or not _alone.acquire(blocking=False):  # another search has the cores
-        with _full_float32(), threadpool_limits(torch.get_num_threads(), user_api="blas"):
-            for start in starts:
-                _one(work, start, device)
-        return
-    try:
-        with _full_float32(), _single_threaded(), ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(lambda start: _one(work, start, device), starts):
-                pass
-    finally:
-        _alone.release()
-
-
-def _one(work: Callable[[int], None], start: int, device: str) -> None:
-    with torch.no_grad(), torch.autocast(device, enabled=False):  # settings of each thread
-        work(start)
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _single_threaded() -> Iterator[None]:
-    """One thread for every product and every pass over a tensor in the threads that start within."""
-    from threadpoolctl import threadpool_limits
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with threadpool_limits(1, user_api="blas"):
-            yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # -------------------- search of stored rows --------------------
 # The k and a few more rows with the lowest bounds are measured exactly. If the k-th of these lies below all other
 # bounds no other row can be among the k; if not (near ties, duplicates), every row whose bound is not above it is
@@ -360,6 +307,7 @@ Rows = NDArray[np.float32]
 _CHUNK = 1 << 22  # pairs bounded at a time: 16 MB, which stay near the processor
 _QUERIES = 256  # queries at a time: more would not make the product faster
 _LIST = 1 << 20  # pairs listed at a time
+_WIDE = 256  # rows in float64 at a time: what a process has used once it keeps
 _SHARE = 1 << 21  # numbers that are worth a thread: 8 MB
 _DOTS = getattr(np, "vecdot", np.matmul)  # numpy 1 has none
 LARGEST = 1e15  # squares of larger numbers leave float32
@@ -397,8 +345,10 @@ class RowVectors:
 
 def squares(x: Rows) -> NDArray[np.float64]:
     """The squared lengths of rows."""
-    wide = x.astype(np.float64)
-    out: NDArray[np.float64] = np.einsum("ij,ij->i", wide, wide)
+    out = np.empty(len(x))
+    for to, rows in ((out[i : i + _WIDE], x[i : i + _WIDE]) for i in range(0, len(x), _WIDE)):
+        wide = rows.astype(np.float64)
+        np.einsum("ij,ij->i", wide, wide, out=to)
     return out
 
 

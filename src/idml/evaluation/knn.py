@@ -10,7 +10,10 @@ Order: by distance, then by the smaller gallery index. Distances whose squares (
 """
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from idml.embeddings import Embeddings, full_precision, require_finite, unit_rows
-from idml.evaluation.distance_bounds import Pairs, in_parts
+from idml.evaluation.distance_bounds import Pairs
 from idml.metric import IntrospectiveMetric
 
 Points = Embeddings | Tensor
@@ -249,6 +252,62 @@ def numbered(what: str, *lists: Names) -> list[Tensor]:
 
 def _kind(name: object) -> str:
     return "U" if isinstance(name, str) else "i" if isinstance(name, int | np.integer) else "other"
+
+
+# -------------------- parts on threads --------------------
+#
+# Cores share the work by parts of the queries, each part on one thread from the product to the answer. The threads that
+# torch starts by itself wait for each other after every step, and spin while they wait.
+
+
+_alone = threading.Lock()  # the number of threads is the whole process's
+
+
+def in_parts(work: Callable[[int], None], starts: Sequence[int], device: str) -> None:
+    """Call ``work`` for each start, in true float32: on the CPU as many at once as torch has threads, else in turn."""
+    from threadpoolctl import threadpool_limits
+
+    threads = min(torch.get_num_threads(), len(starts)) if device == "cpu" else 1
+    if threads == 1 or not _alone.acquire(blocking=False):  # another search has the cores
+        with _full_float32(), threadpool_limits(torch.get_num_threads(), user_api="blas"):
+            for start in starts:
+                _one(work, start, device)
+        return
+    try:
+        with _full_float32(), _single_threaded(), ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(lambda start: _one(work, start, device), starts):
+                pass
+    finally:
+        _alone.release()
+
+
+def _one(work: Callable[[int], None], start: int, device: str) -> None:
+    with torch.no_grad(), torch.autocast(device, enabled=False):  # settings of each thread
+        work(start)
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """One thread for every product and every pass over a tensor in the threads that start within."""
+    from threadpoolctl import threadpool_limits
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1, user_api="blas"):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # -------------------- the lowest numbers of every row --------------------
