@@ -1,22 +1,14 @@
-"""Atomic writes, locks and records."""
+"""Atomic writes and locks."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 
 import pytest
 
-from idml.files import lock_file, read_record, sync_folder, write_atomic, write_record
-
-
-@dataclass(frozen=True)
-class Record:
-    name: str
-    values: tuple[float, ...]
-    note: str | None = None
+from idml.files import lock_file, sync_folder, write_atomic
 
 
 def test_an_atomic_write_replaces_the_file_and_leaves_no_other(tmp_path):
@@ -100,26 +92,3 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_a_record_is_read_back(tmp_path):
-    record = Record("a", (1.0, 2.5))
-    write_record(tmp_path / "r.json", record, kind="test", version=1)
-    assert read_record(tmp_path / "r.json", Record, kind="test", version=1) == record
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"a"', '"b"', "its checksum does not fit"),
-        ('"test"', '"other"', "not a file of kind 'test'"),
-        ('"version": 1', '"version": 2', "has version 2 of 'test'; this program reads 1: make it again"),
-        ("{", "", "it is not JSON"),
-    ],
-)
-def test_a_damaged_or_foreign_record_is_refused(tmp_path, old, new, message):
-    path = tmp_path / "r.json"
-    write_record(path, Record("a", (1.0,)), kind="test", version=1)
-    path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(ValueError, match=message):
-        read_record(path, Record, kind="test", version=1)

@@ -1,18 +1,13 @@
-"""Files: atomic writes, locks, the cache folder, and records (dataclasses in checked JSON files)."""
+"""Files: atomic writes, locks and the cache folder."""
 
 import errno
 import fcntl
-import hashlib
-import json
-import math
 import os
 import tempfile
-import types
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,62 +125,3 @@ def cached_array(
     if found.shape != shape or found.dtype != dtype:
         raise ValueError(f"the cache file {path} is damaged; delete it")
     return found
-
-
-# -------------------- records --------------------
-
-
-def write_record(path: Path, record: object, *, kind: str, version: int) -> None:
-    """Write ``record``, made of dataclasses, tuples, dicts, numbers and strings, with its kind and a checksum."""
-    content = asdict(record)  # type: ignore[call-overload]
-    whole = {"format": kind, "version": version, "checksum": _checksum(content), "content": content}
-    write_atomic(path, (json.dumps(whole, ensure_ascii=False, allow_nan=False) + "\n").encode())
-
-
-def read_record(path: Path, record: type[T], *, kind: str, version: int) -> T:
-    """Read a record; a damaged file, or one of another kind or version, is a ``ValueError``."""
-    try:
-        whole = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is damaged, or not a {kind}: it is not JSON") from None
-    if not isinstance(whole, dict) or whole.get("format") != kind:
-        raise ValueError(f"{path} is not a file of kind {kind!r}")
-    if whole.get("version") != version:
-        raise ValueError(
-            f"{path} has version {whole.get('version')!r} of {kind!r}; this program reads {version}: make it again"
-        )
-    if whole.get("checksum") != _checksum(whole.get("content")):
-        raise ValueError(f"{path} is damaged: its checksum does not fit its content")
-    try:
-        value: T = _parse_value(record, whole["content"], "content")
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    return value
-
-
-def _checksum(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _parse_value(kind: Any, x: Any, place: str) -> Any:
-    """Convert ``x`` to a value of type ``kind``; a ``ValueError`` names the place that does not fit."""
-    if is_dataclass(kind):
-        names = {f.name for f in fields(kind)}
-        if not isinstance(x, dict) or set(x) != names:
-            raise ValueError(f"{place} should hold {', '.join(sorted(names))}")
-        hints = get_type_hints(kind)
-        values = {name: _parse_value(hints[name], x[name], f"{place}.{name}") for name in names}
-        return kind(**values)  # type: ignore[operator]
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:  # only "… | None"
-        return None if x is None else _parse_value(inside[0], x, place)
-    if origin is tuple and isinstance(x, list) and (inside[-1] is ... or len(inside) == len(x)):
-        kinds = [inside[0]] * len(x) if inside[-1] is ... else inside
-        return tuple(_parse_value(k, v, place) for k, v in zip(kinds, x, strict=True))
-    if origin is dict and isinstance(x, dict):
-        return {name: _parse_value(inside[1], v, f"{place}.{name}") for name, v in x.items()}
-    if kind is float and type(x) in (int, float) and math.isfinite(x):
-        return float(x)
-    if kind in (int, str, bool) and type(x) is kind:
-        return x
-    raise ValueError(f"{place} is not {getattr(kind, '__name__', kind)}")

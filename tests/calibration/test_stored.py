@@ -173,7 +173,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
     ],
 )
 def test_files_made_by_hand_are_read_strictly(tmp_path, place, value, message):
-    from idml.files import _checksum
+    from idml.calibration.stored import _checksum
 
     evidence, correct, *_ = population(60, 0.0)
     path = tmp_path / "calibration.json"
