@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 from reviewed import FOREIGN, WRONG, audited, copied
-from serving import said
+from service_client import said
 
 from idml.audit import review as review_module
 from idml.audit.decisions import DECISIONS_FILE, read_decisions

@@ -9,7 +9,7 @@ from reviewed import WRONG, audited, copied
 from idml.audit.decisions import read_decisions
 from idml.audit.review import review_app
 
-pytest_plugins = ["browsing"]
+pytest_plugins = ["browser"]
 
 
 @pytest.fixture(scope="module")

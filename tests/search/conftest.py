@@ -4,8 +4,8 @@ import os
 
 import milvus_server
 import pytest
-from made_images import as_items, fit_calibrations, save_run
 from milvus_server import milvus  # noqa: F401 (a fixture)
+from synthetic_images import as_items, fit_calibrations, save_run
 
 from idml.search.engines import sqlite_storage
 from idml.search.gallery import Gallery

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from made import PROPERTIES, D, Expected, U, batch, change, make_change, state
+from numbered_changes import PROPERTIES, D, Expected, U, batch, change, make_change, state
 
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from made import PROPERTIES, batch, damage_value, made, state
+from numbered_changes import PROPERTIES, batch, damage_value, made, state
 
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Added, DamagedGallery, sqlite_storage
@@ -73,7 +73,7 @@ def outcome(path, expected):
 
 def test_every_flipped_bit_is_found_or_harmless(tmp_path, monkeypatch):
     """In cells, headers of pages, the header of the file, free pages: never a wrong answer."""
-    monkeypatch.setattr(sqlite_storage, "_PAGE", 1024)
+    monkeypatch.setattr(sqlite_storage, "PAGE", 1024)
     path = tmp_path / "g"
     small(path).close()
     expected, file, chance = everything(path), path / DATABASE, random.Random(0)

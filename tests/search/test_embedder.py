@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from made_images import DIMENSIONS, encoded, picture, save_run
 from PIL import Image
+from synthetic_images import DIMENSIONS, encoded, picture, save_run
 
 from idml.data.augment import View
 from idml.data.datasets import load_dataset

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import D, U
+from numbered_changes import D, U
 
 from idml.embeddings import Embeddings
 from idml.evaluation import distance_bounds as exact

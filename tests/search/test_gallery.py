@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_images import as_items, cloud, encoded, fit_calibrations, picture, save_run
+from synthetic_images import as_items, cloud, encoded, fit_calibrations, picture, save_run
 
 from idml import Embeddings
 from idml.calibration.evidence import Profile

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
-from made import child, damage_value
-from made_images import cloud, encoded, picture
+from numbered_changes import child, damage_value
 from PIL import Image
+from synthetic_images import cloud, encoded, picture
 
 from idml.search.engines import Added, Item
 from idml.search.gallery import Gallery, Upload, open_engine

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made import child, damage_value, state
-from made_images import encoded, picture, save_run, write_picture
+from numbered_changes import child, damage_value, state
 from PIL import Image
+from synthetic_images import encoded, picture, save_run, write_picture
 
 import idml.search.indexing
 from idml.search.gallery import Gallery, Upload, open_or_create
@@ -300,7 +300,7 @@ def test_large_images_are_not_in_memory_together(gallery, tmp_path, monkeypatch)
     """Images are embedded as soon as many pixels wait, and still acknowledged 64 at a time."""
     for n in range(70):
         write_picture(tmp_path / "many" / f"{n:02}.png", n % 5, n)
-    monkeypatch.setattr(idml.search.gallery, "_PIXELS", 10 * 40 * 30)
+    monkeypatch.setattr(idml.search.uploads, "_PIXELS", 10 * 40 * 30)
     sizes, acknowledged, embed, add = [], [], gallery.embedder.embed, gallery.engine.add
     monkeypatch.setattr(gallery.embedder, "embed", lambda images: sizes.append(len(images)) or embed(images))
     monkeypatch.setattr(

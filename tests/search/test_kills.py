@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from made import Expected, batch, change, child, expected_after, made, make_change, state
+from numbered_changes import Expected, batch, change, child, expected_after, made, make_change, state
 
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.sqlite_storage import DATABASE

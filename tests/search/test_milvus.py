@@ -13,15 +13,16 @@ import torch
 from engine_contract import METRICS, EngineContract, Folders, item
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import PROPERTIES, D, batch, state
 from milvus_server import missing
+from numbered_changes import PROPERTIES, D, batch, state
 
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import DamagedGallery, Properties, milvus_schema, sqlite_storage
 from idml.search.engines import milvus as milvus_module
-from idml.search.engines.milvus import MilvusEngine, MilvusSearch
+from idml.search.engines.milvus import MilvusEngine
 from idml.search.engines.milvus_connection import WRITING, Connection, Place
+from idml.search.engines.milvus_search import MilvusSearch
 
 LONG = "IDML_KILLS" in os.environ  # make faults
 DOCS = Path(__file__).parents[2] / "docs" / "milvus.md"

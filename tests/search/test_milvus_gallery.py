@@ -4,7 +4,7 @@ from dataclasses import astuple, replace
 from unittest import mock
 
 import pytest
-from made_images import as_items, encoded, fit_calibrations, picture, save_run, write_picture
+from synthetic_images import as_items, encoded, fit_calibrations, picture, save_run, write_picture
 
 from idml.search.engines import Added
 from idml.search.engines.milvus_connection import Connection

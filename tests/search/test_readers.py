@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from made import PROPERTIES, Expected, batch, child, expected_after, made, make_change, state
+from numbered_changes import PROPERTIES, Expected, batch, child, expected_after, made, make_change, state
 
 from idml.search.engines import DamagedGallery, Properties, sqlite_storage
 from idml.search.engines.sqlite import SqliteEngine

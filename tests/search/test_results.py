@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made_images import DIMENSIONS, as_items, cloud, encoded, picture
+from synthetic_images import DIMENSIONS, as_items, cloud, encoded, picture
 
 import idml.search.results
 from idml import Embeddings

@@ -15,12 +15,12 @@ from engine_contract import EngineContract, Folders
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from made import PROPERTIES, D, Expected, U, batch, expected_after, made, state
+from numbered_changes import PROPERTIES, D, Expected, U, batch, expected_after, made, state
 
 from idml import search
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import Added, Item, Properties, sqlite, sqlite_storage
+from idml.search.engines import Added, Item, Properties, sqlite_changes, sqlite_storage, sqlite_vectors
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.sqlite_storage import DATABASE
 
@@ -197,7 +197,7 @@ def test_a_gallery_that_is_there_is_not_replaced(tmp_path):
 def test_two_processes_that_create_one_gallery(tmp_path):
     """Both find no gallery; one of them makes it, and the other is told."""
     made(tmp_path / "other", 3).close()
-    with mock.patch.object(sqlite, "is_gallery", return_value=False):
+    with mock.patch.object(sqlite_changes, "is_gallery", return_value=False):
         with made(tmp_path / "g", 3) as engine:
             with pytest.raises(ValueError, match="there is a gallery"):
                 SqliteEngine.create(tmp_path / "g", Properties("another", 9))
@@ -308,7 +308,7 @@ def test_vectors_are_copied_beside_the_database(tmp_path):
 
 def reader_positions(path):
     with SqliteEngine.open(path) as reader:
-        return reader._current().rows.values()
+        return reader._table.rows.values()
 
 
 def test_a_copy_that_changes_under_an_open_gallery(tmp_path):
@@ -325,7 +325,7 @@ def test_a_copy_that_changes_under_an_open_gallery(tmp_path):
 
 
 def test_a_gallery_that_grows_beyond_its_mapped_vectors(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite_storage, "_ROOM", 2)
+    monkeypatch.setattr(sqlite_vectors, "_ROOM", 2)
     with made(tmp_path) as engine, SqliteEngine.open(tmp_path) as reader:
         for n in range(40):
             engine.add(*batch((n, 0)))
@@ -341,7 +341,7 @@ def test_positions_are_numbered_again(tmp_path):
         found = engine.search(queries, 50)
         engine.remove([before[0][0].id, before[3][0].id])
         engine.compact()
-        assert list(engine._current().rows.values()) == list(range(len(before) - 2))
+        assert list(engine._table.rows.values()) == list(range(len(before) - 2))
         assert state(engine) == state(reader) == [x for n, x in enumerate(before) if n not in (0, 3)]
         gone = {before[0][0].id, before[3][0].id}
         assert reader.search(queries, 50).ids == [[id for id in ids if id not in gone] for ids in found.ids]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from made_images import DIMENSIONS, as_items, cloud, save_run
+from synthetic_images import DIMENSIONS, as_items, cloud, save_run
 
 import idml.search.tsne_map
 from idml import Embeddings

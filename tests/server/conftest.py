@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture
 def gallery(tmp_path, tiny_run, monkeypatch):
     """Twelve images of four labels, open for writing."""
-    from serving import made_gallery
+    from service_client import made_gallery
 
     monkeypatch.setattr(os, "fsync", lambda file: None)
     with made_gallery(tmp_path / "gallery", tiny_run) as gallery:
@@ -18,7 +18,7 @@ def gallery(tmp_path, tiny_run, monkeypatch):
 @pytest.fixture
 def client(gallery):
     """A client of the service that needs no key."""
-    from serving import client_of
+    from service_client import client_of
 
     with client_of(gallery) as client:
         yield client
@@ -27,7 +27,7 @@ def client(gallery):
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory, tiny_run):
     """A client of a service that a test leaves as it found it."""
-    from serving import client_of, made_gallery
+    from service_client import client_of, made_gallery
 
     from idml.server.limits import Limits
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from serving import LABELS, client_of, fill, identity, picture, said, search
+from service_client import LABELS, client_of, fill, identity, picture, said, search
 
 import idml.search.tsne_map
 from idml.search.gallery import Gallery

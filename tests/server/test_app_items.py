@@ -5,7 +5,7 @@ import json
 
 import pytest
 from PIL import Image
-from serving import identity, picture, said, search
+from service_client import identity, picture, said, search
 
 from idml.search.gallery import Gallery
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from serving import LABELS, client_of, identity, picture, said, search
+from service_client import LABELS, client_of, identity, picture, said, search
 
 from idml.calibration.risk_control import ThresholdCounts
 from idml.data.images import decode_image

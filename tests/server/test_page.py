@@ -1,9 +1,9 @@
 """Questions, answers and promises on the page: in a real browser, against a service with made answers."""
 
 import pytest
-from seeing import MATCH, NOVEL, UNSURE, ask, assert_readable, drop, loaded, rested, verdict
+from page_actions import MATCH, NOVEL, UNSURE, ask, assert_readable, drop, loaded, rested, verdict
 
-pytest_plugins = ["browsing"]
+pytest_plugins = ["browser"]
 
 
 class TestAsking:

@@ -2,10 +2,10 @@
 
 import re
 
-from seeing import MATCH, NOVEL, ask, assert_readable, loaded, rested, until, verdict
+from page_actions import MATCH, NOVEL, ask, assert_readable, loaded, rested, until, verdict
 from stand_in import HOSTILE, STATIC
 
-pytest_plugins = ["browsing"]
+pytest_plugins = ["browser"]
 
 
 class TestCollection:

@@ -3,10 +3,10 @@
 from itertools import pairwise
 
 import pytest
-from seeing import MATCH, NOVEL, UNSURE, ask, assert_fits, assert_readable, loaded, rested, verdict
+from page_actions import MATCH, NOVEL, UNSURE, ask, assert_fits, assert_readable, loaded, rested, verdict
 from stand_in import HOSTILE
 
-pytest_plugins = ["browsing"]
+pytest_plugins = ["browser"]
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 
 

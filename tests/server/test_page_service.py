@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
-from seeing import ask, assert_fits, assert_readable, loaded, rested, verdict
-from serving import LABELS, made_gallery, picture
+from page_actions import ask, assert_fits, assert_readable, loaded, rested, verdict
+from service_client import LABELS, made_gallery, picture
 from stand_in import POLICY, StandIn
 
 from idml import Embeddings
@@ -27,7 +27,7 @@ from idml.server.limits import Limits
 from idml.server.security import LOCAL, Keys
 from idml.server.serve import connection_protocol
 
-pytest_plugins = ["browsing"]
+pytest_plugins = ["browser"]
 
 
 def upload(number, name="query.png"):

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from serving import client_of, picture, said, search
+from service_client import client_of, picture, said, search
 
 from idml.search.gallery import Upload
 from idml.server.limits import Limits

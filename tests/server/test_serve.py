@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
-from serving import made_gallery, picture
+from service_client import made_gallery, picture
 
 from idml.search.gallery import Gallery, Upload
 from idml.server import serve as running

@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 from PIL import Image
-from serving import client_of, picture, said, search
+from service_client import client_of, picture, said, search
 
 from idml.search.gallery import Gallery
 from idml.search.indexing import index_folder

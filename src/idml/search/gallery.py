@@ -7,8 +7,8 @@ for TLS). A gallery in a folder also holds its model and calibrations and knows 
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +22,8 @@ from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
 from idml.model.model import fingerprint_of
 from idml.search.answers import Answer, RiskTargets, State
-from idml.search.embedder import BATCH, Embedder, Runtime, open_embedder
-from idml.search.engines import Added, DamagedGallery, Engine, Item, Properties
+from idml.search.embedder import Embedder, Runtime, open_embedder
+from idml.search.engines import Added, Engine, Item, Properties
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.sqlite_storage import is_gallery
 from idml.search.gallery_folder import (
@@ -31,13 +31,12 @@ from idml.search.gallery_folder import (
     UPLOADS,
     Calibrations,
     ImageRoots,
-    Upload,
     copy_model,
     find_model,
-    make_thumbnail,
     update_model_files,
 )
 from idml.search.results import AnswerContext, GalleryChanged, Reply, Result, build_replies
+from idml.search.uploads import Upload, embed_uploads, find_intact
 
 __all__ = [
     "Added",
@@ -46,15 +45,12 @@ __all__ = [
     "Result",
     "Status",
     "Upload",
-    "embed_uploads",
-    "find_intact",
     "open_engine",
     "open_or_create",
 ]
 
 _SEARCH_ATTEMPTS = 5  # searches of a gallery that changes during the search
 _PROFILE_STALE = 0.01  # recompute a profile after more than this share of the items changed
-_PIXELS = 16_000_000  # decode at most this many pixels, plus one image, before embedding them
 
 Location = str | Path
 
@@ -390,69 +386,6 @@ def open_or_create(location: Location, run: Location, *, runtime: Runtime = "tor
     if gallery_exists(location):
         return Gallery.open(location, run=run, write=True, runtime=runtime)
     return Gallery.create(location, run, runtime=runtime)
-
-
-# -------------------- adding images --------------------
-
-
-class EmbeddedImages(NamedTuple):
-    """The images that could be read: their positions in the input, embeddings and thumbnails."""
-
-    positions: list[int]
-    embeddings: Embeddings | None  # None if no image could be read
-    thumbnails: list[bytes]
-
-
-def embed_uploads(
-    embedder: Embedder, images: Iterable[Upload], on_error: Callable[[int, ValueError], None] | None = None
-) -> EmbeddedImages:
-    """Decode and embed images, and make their thumbnails. Only a few decoded images are in memory at a time.
-
-    An image that cannot be decoded raises ``ValueError``. With ``on_error``, that function is called with its position
-    and the error instead, and the image is left out.
-    """
-    positions: list[int] = []
-    thumbnails: list[bytes] = []
-    parts: list[Embeddings] = []
-    waiting: list[Image.Image] = []
-    for position, image in enumerate(images):
-        try:
-            picture = image.decode()
-        except ValueError as error:
-            if on_error is None:
-                raise
-            on_error(position, error)
-            continue
-        positions.append(position)
-        thumbnails.append(make_thumbnail(picture))
-        waiting.append(picture)
-        if len(waiting) == BATCH or sum(x.width * x.height for x in waiting) > _PIXELS:
-            parts.append(embedder.embed(waiting))
-            waiting = []
-    if waiting:
-        parts.append(embedder.embed(waiting))
-    return EmbeddedImages(positions, Embeddings.cat(parts) if parts else None, thumbnails)
-
-
-def find_intact(engine: Engine, ids: Sequence[str]) -> set[str]:
-    """Return the ids of existing items whose stored bytes are undamaged."""
-    existing = [id for id, item in zip(ids, engine.get_many(ids), strict=True) if item is not None]
-    with suppress(DamagedGallery):
-        _read_stored(engine, existing)
-        return set(existing)
-    intact = set()
-    for id in existing:
-        with suppress(DamagedGallery):
-            _read_stored(engine, [id])
-            intact.add(id)
-    return intact
-
-
-def _read_stored(engine: Engine, ids: Sequence[str]) -> None:
-    if ids:
-        engine.embeddings(ids)
-    for id in ids:
-        engine.thumbnail(id)
 
 
 # -------------------- counts and profile --------------------

@@ -1,4 +1,4 @@
-"""The files of a gallery in a folder, apart from its database: model, calibrations, image files and thumbnails.
+"""The files of a gallery in a folder, apart from its database: model, calibrations and image files.
 
 The gallery holds copies of what it needs from the run, so the run is not needed later:
 
@@ -13,33 +13,25 @@ The gallery holds copies of what it needs from the run, so the run is not needed
 The path of an item begins with the name of its root (an indexed folder, or ``uploads``), followed by the path below it.
 """
 
-import hashlib
-import io
 import json
 import os
 import re
-import warnings
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-
-from PIL import Image
 
 from idml.calibration.evidence import SEARCHED
 from idml.calibration.stored import Calibration
-from idml.data.images import FORMATS, decode_image
 from idml.files import lock_file, sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, PRETRAINED
 from idml.search.embedder import ONNX
+from idml.search.uploads import EXTENSIONS
 
 MODEL = "model"
 LABELLED, UNLABELLED = "calibration.json", "calibration-unlabelled.json"
 UPLOADS, ROOTS = "uploads", "roots.json"
-EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
 _OPTIONAL_FILES = (LABELLED, UNLABELLED, ONNX)
 _UPLOAD_ID = re.compile("[0-9a-f]{32}")
-_THUMBNAIL_SIDE = 128  # pixels along the longer side
 
 
 # -------------------- model and calibrations --------------------
@@ -182,58 +174,3 @@ class ImageRoots:
         if _UPLOAD_ID.fullmatch(id):
             for extension in EXTENSIONS.values():
                 (self.folder / UPLOADS / f"{id}.{extension}").unlink(missing_ok=True)
-
-
-# -------------------- uploads and thumbnails --------------------
-
-
-@dataclass(frozen=True)
-class Upload:
-    """The bytes of an image to add or to search for. The name appears only in error messages.
-
-    >>> Upload(b"no image", name="holiday.jpg").decode()
-    Traceback (most recent call last):
-    ...
-    ValueError: cannot read the image 'holiday.jpg': it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF
-    """
-
-    data: bytes
-    label: str | None = None
-    name: str = ""
-
-    @cached_property
-    def checksum(self) -> str:
-        """SHA-256 of the bytes."""
-        return hashlib.sha256(self.data).hexdigest()
-
-    @property
-    def id(self) -> str:
-        """The id of the item that the image becomes; images with equal bytes are one item."""
-        return self.checksum[:32]
-
-    def decode(self) -> Image.Image:
-        """Decode the image as RGB; ``ValueError`` if that is not possible."""
-        return decode_image(io.BytesIO(self.data), self.name[:1000] or "upload")
-
-    @property
-    def extension(self) -> str:
-        """The file extension for the format of the bytes; only for an image that `decode` can read."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(self.data), formats=FORMATS) as image:
-                return EXTENSIONS.get(str(image.format), "jpg")  # a JPEG file with several images has the format MPO
-
-
-def make_thumbnail(image: Image.Image) -> bytes:
-    """Make a JPEG of an RGB image, at most 128 pixels a side, without the metadata of the original.
-
-    >>> Image.open(io.BytesIO(make_thumbnail(Image.new("RGB", (640, 480))))).size
-    (128, 96)
-    """
-    small = image.copy()
-    small.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
-    pixels_only = Image.new("RGB", small.size)  # drops comments, XMP and locations
-    pixels_only.paste(small)
-    out = io.BytesIO()
-    pixels_only.save(out, "JPEG", quality=85)
-    return out.getvalue()

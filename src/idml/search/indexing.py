@@ -15,8 +15,8 @@ from pathlib import Path
 from idml.data.layouts import EXTENSIONS
 from idml.progress import Count, Note, silent
 from idml.search.engines import Item
-from idml.search.gallery import Gallery, embed_uploads, find_intact
-from idml.search.gallery_folder import Upload
+from idml.search.gallery import Gallery
+from idml.search.uploads import Upload, embed_uploads, find_intact
 
 _BATCH = 64
 _MAX_BYTES = 1 << 30  # a larger file is not an image

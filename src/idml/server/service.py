@@ -24,8 +24,8 @@ from idml.search import tsne_map
 from idml.search.answers import RiskTargets
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
-from idml.search.gallery_folder import Upload
 from idml.search.results import Reply
+from idml.search.uploads import Upload
 from idml.server.limits import Budget, Limits
 from idml.server.metrics import Metrics
 from idml.server.responses import ApiError, json_text

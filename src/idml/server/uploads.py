@@ -17,7 +17,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from idml.data.images import FORMATS, MAX_PIXELS, decode_image
-from idml.search.gallery_folder import EXTENSIONS
+from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
 
 _MAX_FIELD = 2000  # bytes of a form field other than the image

@@ -1,7 +1,6 @@
-"""What a gallery in a folder stores, and what a process holds of it in memory.
+"""The database of a gallery in a folder: how it is opened and read, and the `ItemTable` of all items in memory.
 
-Three parts: the database (`connect`, `read_state`, `read_blocks` …), the `ItemTable` of all items in memory, and a
-disposable copy of the vectors (`VectorCache`, `Matrix`). The tables of the database:
+`sqlite_changes` writes it. The tables of the database:
 
     properties   one JSON object, stored twice: model, dimensions, uncertainty
     state        one row, stored twice: the number of the last change, of items, the next position, a digest of all rows
@@ -20,14 +19,12 @@ read is left out and the rest is read.
 """
 
 import json
-import mmap
 import os
 import sqlite3
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,22 +32,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from idml.evaluation.distance_bounds import Rows, RowVectors, squares
-from idml.search.engines.base import FLOAT, DamagedGallery, Item, Problem, Properties
+from idml.search.engines.base import DamagedGallery, Item, Problem, Properties
 
 DATABASE = "gallery.sqlite"
 FORMAT = 2
 SYNCHRONOUS = "FULL"  # every acknowledged change is on the disk
 WAIT = 60.0  # seconds until a database that another process has locked is an error
-_APPLICATION = 0x49444D4C  # "IDML", in the header of the database
+APPLICATION = 0x49444D4C  # "IDML", in the header of the database
 _OLD = "current.json"  # of galleries before SQLite
-_PAGE = 16384
+PAGE = 16384
 _LOG = 32 << 20  # bytes in the write-ahead log, after which SQLite moves them into the database
-_CACHE = 4 << 20  # bytes of pages that SQLite keeps in memory
+_CACHE = 2 << 20  # bytes of pages that SQLite keeps in memory
 _LONGEST = 1 << 28  # bytes of the longest value: a damaged length must not take all memory
 _BLOCK = 1024  # rows read at a time
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_FORMAT}
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE properties (copy INTEGER PRIMARY KEY, content BLOB, crc INTEGER);
 CREATE TABLE state (copy INTEGER PRIMARY KEY, change INTEGER, oldest INTEGER, generation INTEGER, next INTEGER,
                     items INTEGER, digest INTEGER, crc INTEGER);
@@ -104,28 +100,6 @@ class State(NamedTuple):
         return zlib.crc32(struct.pack("<6q", *self))
 
 
-def make_database(file: Path, properties: Properties, path: Path) -> None:
-    """Write an empty database."""
-    connection = sqlite3.connect(file, isolation_level=None)
-    try:
-        connection.execute(f"PRAGMA page_size = {_PAGE}")
-        connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS}")
-        connection.execute("BEGIN")
-        for statement in _SCHEMA.split(";"):
-            connection.execute(statement)
-        content = json.dumps(asdict(properties), sort_keys=True).encode("ascii")
-        state = State(0, 1, 1, 0, 0, 0)
-        for copy in (1, 2):
-            connection.execute("INSERT INTO properties VALUES (?, ?, ?)", (copy, content, zlib.crc32(content)))
-            connection.execute(f"INSERT INTO state VALUES ({', '.join('?' * 8)})", (copy, *state, state.crc()))
-        connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-        connection.execute(f"PRAGMA user_version = {FORMAT}")
-        connection.execute("COMMIT")
-        _require_log(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0], path)
-    finally:
-        connection.close()
-
-
 def connect(file: Path, *, write: bool) -> sqlite3.Connection:
     """A connection to the database of a gallery; anything else is refused."""
     try:
@@ -134,7 +108,7 @@ def connect(file: Path, *, write: bool) -> sqlite3.Connection:
         if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
             raise
         if os.access(file.parent, os.W_OK) or write:
-            _require_log("none", file.parent)
+            require_log("none", file.parent)
         log = Path(f"{file}-wal")
         if log.exists() and log.stat().st_size:
             raise OSError(
@@ -150,7 +124,7 @@ def _open(file: Path, options: str, *, write: bool) -> sqlite3.Connection:
     try:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         for setting in (
-            f"cache_size = {-_CACHE // 1024}", f"wal_autocheckpoint = {_LOG // _PAGE}",
+            f"cache_size = {-_CACHE // 1024}", f"wal_autocheckpoint = {_LOG // PAGE}",
             f"journal_size_limit = {2 * _LOG}", f"synchronous = {SYNCHRONOUS}", "cell_size_check = ON",
             "trusted_schema = OFF", f"query_only = {int(not write)}",
         ):  # fmt: skip
@@ -158,14 +132,14 @@ def _open(file: Path, options: str, *, write: bool) -> sqlite3.Connection:
         application, version = (
             first_value(connection, f"PRAGMA {name}") for name in ("application_id", "user_version")
         )
-        if application != _APPLICATION:
+        if application != APPLICATION:
             raise ValueError(f"{file} is not the database of a gallery")
         if version != FORMAT:
             raise ValueError(
                 f"the gallery {file.parent} has format {version}, this version of idml reads {FORMAT}: index again"
             )
         if "immutable" not in options:
-            _require_log(first_value(connection, "PRAGMA journal_mode"), file.parent)
+            require_log(first_value(connection, "PRAGMA journal_mode"), file.parent)
         connection.execute("SELECT copy FROM state").fetchall()
     except BaseException:
         connection.close()
@@ -173,7 +147,8 @@ def _open(file: Path, options: str, *, write: bool) -> sqlite3.Connection:
     return connection
 
 
-def _require_log(mode: object, path: Path) -> None:
+def require_log(mode: object, path: Path) -> None:
+    """Raise an error unless the journal mode of a database is that of the write-ahead log."""
     if mode != "wal":
         raise OSError(
             f"SQLite's write-ahead log does not work in {path} (is it on a network drive?): put the gallery on a "
@@ -375,8 +350,8 @@ _MORE = 1024  # positions more than are needed
 class ItemTable:
     """All items in memory, by position, without paths and labels; it follows the changes of other processes."""
 
-    def __init__(self, connection: sqlite3.Connection, state: State) -> None:
-        self.state = state
+    def __init__(self, connection: sqlite3.Connection, state: State, file: str) -> None:
+        self.state, self.file = state, file
         self.ids: list[str] = []
         self.rows: dict[str, int] = {}
         """The positions of intact items by id, in ascending order."""
@@ -417,14 +392,23 @@ class ItemTable:
                 raise DamagedGallery(LOST_ROWS)
         return position
 
-    def problem(self, file: str, position: int) -> Problem:
+    def problem(self, position: int) -> Problem:
         """What is wrong with a position."""
         id = self.damaged[position]
-        return Problem(file, id, LOST_ROWS if id is None else REPAIRABLE.format("row"))
+        return Problem(self.file, id, LOST_ROWS if id is None else REPAIRABLE.format("row"))
 
-    def problems(self, file: str) -> list[Problem]:
+    def problems(self) -> list[Problem]:
         """What is wrong with all positions."""
-        return list(dict.fromkeys(self.problem(file, position) for position in sorted(self.damaged)))
+        return list(dict.fromkeys(self.problem(position) for position in sorted(self.damaged)))
+
+    def require_intact(self) -> None:
+        """Raise an error if a row is damaged."""
+        for problem in self.problems():
+            raise DamagedGallery(str(problem))
+
+    def damage(self, position: int, what: str) -> DamagedGallery:
+        """The error that the row or the vector of an item is damaged."""
+        return DamagedGallery(str(Problem(self.file, self.ids[position], REPAIRABLE.format(what))))
 
     def follow(self, connection: sqlite3.Connection, state: State) -> bool:
         """Read what has changed; whether that was possible and adds up to the state."""
@@ -509,131 +493,3 @@ class ItemTable:
                 self.damaged[position] = None
         if len(self) != self.state.items or (not self.damaged and self.digest != self.state.digest):
             self.damaged[-1] = None
-
-
-# -------------------- vectors in memory --------------------
-# A disposable copy of a gallery's vectors, memory-mapped, so that a large gallery opens quickly.
-#
-# The file holds float32 rows; the row of the item at position p begins at byte p · dimensions · 4. It has no header and
-# needs no lock: the vectors of a position never change, so every process writes the same bytes. Each row is compared
-# with its CRC-32 in the database before it is used. A row that differs (not written yet, cut short by a kill, damaged)
-# is read from the database and written again. The file may be deleted at any time.
-
-
-_CHECKED = 4096  # rows checked at a time
-_ROOM = 8192  # rows mapped beyond those that are there, and a quarter more
-
-
-def write_rows(path: Path, first: int, rows: Rows) -> None:
-    """Write the vectors of positions ``first``, ``first`` + 1, … to the file; if that fails, they are just missing."""
-    with suppress(OSError):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            _write(file, rows, first * rows.shape[1] * FLOAT.itemsize)
-        finally:
-            os.close(file)
-
-
-def checksums_of(rows: Iterable[Rows]) -> NDArray[np.uint32]:
-    """The CRC-32 of each row."""
-    return np.fromiter((zlib.crc32(row.data) for row in rows), np.uint32)
-
-
-class VectorCache:
-    """The mapped rows of a file. ``rows[p]`` is valid for the positions that `check` was called with.
-
-    Pages are private copies on write: a row that cannot be written to the file is held in memory.
-    """
-
-    def __init__(self, path: Path, dimensions: int, count: int) -> None:
-        self.path, self.dimensions = path, dimensions
-        self.capacity = count + count // 4 + _ROOM
-        self.rows: Rows = self._map()
-
-    def _map(self) -> Rows:
-        shape, size = (self.capacity, self.dimensions), self.capacity * self.dimensions * FLOAT.itemsize
-        with suppress(OSError):
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                os.posix_fallocate(file, size - 1, 1)  # makes it longer, never shorter, and writes nothing else
-                content = mmap.mmap(file, size, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(file)
-            return np.frombuffer(content, FLOAT).reshape(shape)
-        return np.zeros(shape, FLOAT)  # a folder that cannot be written: in memory alone
-
-    def check(
-        self,
-        positions: NDArray[np.int64],
-        checksums: NDArray[np.uint32],
-        read: Callable[[Sequence[int]], Iterable[tuple[int, bytes]]],
-    ) -> list[int]:
-        """Make the rows of these positions valid; ``read`` gives vectors from the database.
-
-        Returns the positions whose vectors are damaged in the database too.
-        """
-        damaged: list[int] = []
-        for first in range(0, len(positions), _CHECKED):
-            some, expected = positions[first : first + _CHECKED], checksums[first : first + _CHECKED]
-            stale = some[self.differing(some, expected)]
-            if not len(stale):
-                continue
-            wanted, found = dict(zip(some.tolist(), expected.tolist(), strict=True)), {}
-            for position, data in read(stale.tolist()):
-                if len(data) == self.dimensions * FLOAT.itemsize and zlib.crc32(data) == wanted.get(position):
-                    found[position] = np.frombuffer(data, FLOAT)
-            damaged += [position for position in stale.tolist() if position not in found]
-            self._replace(found)
-        return damaged
-
-    def differing(self, positions: NDArray[np.int64], checksums: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """Which of these rows are not what was written."""
-        if len(positions) and positions[-1] - positions[0] == len(positions) - 1:
-            found = checksums_of(self.rows[positions[0] : positions[-1] + 1])
-        else:
-            found = checksums_of(self.rows[position] for position in positions.tolist())
-        different: NDArray[np.bool_] = found != checksums
-        return different
-
-    def _replace(self, found: dict[int, Rows]) -> None:
-        """Write vectors by position, neighbours together."""
-        for _, run in groupby(enumerate(sorted(found)), lambda pair: pair[1] - pair[0]):
-            positions = [position for _, position in run]
-            rows = np.stack([found[position] for position in positions])
-            write_rows(self.path, positions[0], rows)
-            mapped = self.rows[positions[0] : positions[-1] + 1]
-            if mapped.tobytes() != rows.tobytes():
-                mapped[:] = rows
-
-
-def _write(file: int, rows: Rows, place: int) -> None:
-    data = np.ascontiguousarray(rows, FLOAT).data.cast("B")
-    while len(data):
-        written = os.pwrite(file, data, place)
-        data, place = data[written:], place + written
-
-
-class Matrix:
-    """The vectors of one kind in memory, with their squared lengths by position."""
-
-    def __init__(self, cache: VectorCache) -> None:
-        self.cache = cache
-        self.squares = np.zeros(cache.capacity)
-        self.end = 0  # positions below it were checked
-        self.damaged: list[int] = []
-        self.side: tuple[tuple[int, bool], RowVectors] | None = None  # for which change, with u or without
-
-    def follow(
-        self,
-        table: ItemTable,
-        crcs: NDArray[np.uint32],
-        read: Callable[[Sequence[int]], list[tuple[int, bytes]]],
-    ) -> None:
-        """Check the vectors of items that came since the last call."""
-        fresh = self.end + np.flatnonzero(table.live[self.end : table.state.next])
-        lost = self.cache.check(fresh, crcs[fresh], read)
-        self.damaged = [position for position in self.damaged if table.live[position]] + lost
-        for first in range(self.end, table.state.next, _CHECKED):
-            rows = slice(first, min(first + _CHECKED, table.state.next))
-            self.squares[rows] = squares(self.cache.rows[rows])
-        self.end = table.state.next
