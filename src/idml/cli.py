@@ -19,7 +19,7 @@ from idml.compat import keep_memory
 from idml.methods import METHODS
 from idml.methods.options import Option
 from idml.progress import Display, image_counter
-from idml.training.config import PRESETS, TrainConfig, common_options, from_dict, methods_with, options_of
+from idml.training.config import PRESETS, TrainConfig, common_options, from_dict, methods_with, options_of, read_yaml
 
 Handler = Callable[[argparse.Namespace], int]
 _GALLERY = "a folder, or milvus://host:port/collection"
@@ -91,9 +91,11 @@ def _add_runtime(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _print_result(result: dict[str, Any], as_json: bool, lines: list[str]) -> None:
-    """Print the whole result for a program, or lines for a person."""
+def _print_result(result: dict[str, Any], as_json: bool, lines: list[str], report: object = None) -> None:
+    """Print the whole result for a program, or lines for a person; and where the report is, if there is one."""
     print(json.dumps(result) if as_json else "\n".join(lines))
+    if report is not None:
+        _print_note(f"the report is {report}")
 
 
 def _format_figures(rows: dict[str, dict[str, float]]) -> list[str]:
@@ -131,8 +133,8 @@ def _train(options: argparse.Namespace) -> int:
         return 143
     if not metrics:  # of several processes only the first one reports
         return 0
-    _print_result(metrics, options.json, _format_figures({name: metrics[name] for name in ("selected", "last")}))
-    _print_note(f"the report is {Path(config.out) / 'report.html'}")
+    lines = _format_figures({name: metrics[name] for name in ("selected", "last")})
+    _print_result(metrics, options.json, lines, Path(config.out) / "report.html")
     return 0
 
 
@@ -140,12 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each option that all methods share, ``image_size`` as --image-size."""
     words = " or ".join(PRESETS)
     parser.add_argument("--preset", metavar="WORD", help=f"begin with the options of {words}; others override them")
-    parser.add_argument(
-        "--freeze-trunk",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="train the heads alone, in seconds: the same as --train heads",
-    )
+    _add_flag(parser, Option("freeze_trunk", bool, None, "train the heads alone, in seconds: as --train heads"), "")
     for option in common_options():
         default = "" if option.default in (dataclasses.MISSING, (), None) else f" (default {option.default})"
         _add_flag(parser, option, default)
@@ -181,24 +178,10 @@ def _add_flag(parser: Any, option: Option, default: str) -> None:
 
 def chosen_options(namespace: argparse.Namespace) -> TrainConfig:
     """Build the configuration from the flags and the file given by --config; flags win."""
-    values = _read_yaml(Path(namespace.config)) if getattr(namespace, "config", None) else {}
+    values = read_yaml(Path(namespace.config)) if getattr(namespace, "config", None) else {}
     ignored = {"command", "handler", "config", "resume", "json"}
     given = {key: value for key, value in vars(namespace).items() if key not in ignored}
     return from_dict(values | {key: value for key, value in given.items() if key != "preset" or value})
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {str(path)!r}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a YAML file ({str(error).splitlines()[0]})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold options as 'name: value' lines")
-    return values
 
 
 # -------------------- demo, evaluate, reproduce --------------------
@@ -221,8 +204,7 @@ def _demo(options: argparse.Namespace) -> int:
         lines.append(f"{name} queries: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     for sample in results["search"]["samples"]:
         lines.append(f"{sample['image']}: {sample['state'].upper()} ({sample['reason']})")
-    _print_result(results, options.json, lines)
-    _print_note(f"the report is {out / 'report.html'}")
+    _print_result(results, options.json, lines, out / "report.html")
     _print_note(f"to search in a browser: idml serve {out / 'gallery'}, then open http://127.0.0.1:8000")
     return 0
 
@@ -258,8 +240,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     names = [name for name in ("recall@1", "r_precision", "map@r", "nmi") if result[name] is not None]
     lines = _format_figures({result["data"]: {name: result[name] for name in names}})
     lines += ["scores of uncertainty, by R-AUROC (0.5 is chance):", *result["verdict"]]
-    _print_result(result, options.json, lines)
-    _print_note(f"the report is {result['report']}")
+    _print_result(result, options.json, lines, result["report"])
     return 0
 
 
@@ -341,8 +322,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             progress=display.report,
             note=display.note,
         )
-    _print_result(result, options.json, result["words"])
-    _print_note(f"the report is {result['report']}")
+    _print_result(result, options.json, result["words"], result["report"])
     return 0
 
 
@@ -358,10 +338,7 @@ def _index(options: argparse.Namespace) -> int:
     from idml.search.gallery import open_or_create
     from idml.search.indexing import index_folder
 
-    with (
-        Display("indexing") as display,
-        open_or_create(options.to, options.of, runtime=options.runtime) as gallery,
-    ):
+    with Display("indexing") as display, open_or_create(options.to, options.of, runtime=options.runtime) as gallery:
         counter = image_counter(display.report, "embedded")
         done = index_folder(gallery, Path(options.images), progress=counter, note=display.note)
         items = len(gallery)
@@ -427,10 +404,7 @@ def _add_search(commands: Any) -> None:
         "--max-error", type=float, metavar="X", default=0.05, help="share of wrong matches that is tolerated (0.05)"
     )
     parser.add_argument(
-        "--max-missed",
-        type=float,
-        metavar="X",
-        help="show so many results that at most this share of lists contains no right one",
+        "--max-missed", type=float, metavar="X", help="show results until at most this share of lists has no right one"
     )
     parser.add_argument("--run", metavar="RUN", help="the run of a Milvus gallery")
     _add_runtime(parser)
@@ -475,12 +449,7 @@ def _serve(options: argparse.Namespace) -> int:
     from idml.server.serve import serve
 
     serve(
-        options.place,
-        host=options.host,
-        port=options.port,
-        run=options.run,
-        runtime=options.runtime,
-        note=_print_note,
+        options.place, host=options.host, port=options.port, run=options.run, runtime=options.runtime, note=_print_note
     )
     return 0
 
@@ -503,17 +472,11 @@ def _audit(options: argparse.Namespace) -> int:
 
     with Display("auditing") as display:
         result = audit_run(
-            options.of,
-            options.data,
-            options.out,
-            split=options.split,
-            progress=display.report,
-            note=display.note,
+            options.of, options.data, options.out, split=options.split, progress=display.report, note=display.note
         )
     counts = result["counts"].items()
     lines = [f"{kind}: {n['listed']:,} listed, {n['open']:,} not decided" for kind, n in counts]
-    _print_result(result, options.json, lines)
-    _print_note(f"the report is {result['report']}")
+    _print_result(result, options.json, lines, result["report"])
     if options.review:
         from idml.audit.review import serve_review
 

@@ -6,6 +6,7 @@ all options are flat: `from_dict` and `to_dict` convert between `TrainConfig` an
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from idml.errors import unknown_name
@@ -235,6 +236,21 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
         raise ValueError(f"the option {missing[0]!r} is missing")
     chosen = build_options(find_method(method).Options, {key: values[key] for key in values if key in own})
     return TrainConfig(**{key: values[key] for key in values if key in _COMMON}, method_options=chosen)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read the options in a YAML file."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {str(path)!r}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a YAML file ({str(error).splitlines()[0]})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold options as 'name: value' lines")
+    return values
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
