@@ -13,6 +13,7 @@ rows tie on every machine and with every chunk size.
 """
 
 import math
+import mmap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -308,6 +309,7 @@ _CHUNK = 1 << 22  # pairs bounded at a time: 16 MB, which stay near the processo
 _QUERIES = 256  # queries at a time: more would not make the product faster
 _LIST = 1 << 20  # pairs listed at a time
 _WIDE = 256  # rows in float64 at a time: what a process has used once it keeps
+_MAPPED = 1 << 21  # numbers of a room, above which it is mapped: 8 MB
 _SHARE = 1 << 21  # numbers that are worth a thread: 8 MB
 _DOTS = getattr(np, "vecdot", np.matmul)  # numpy 1 has none
 LARGEST = 1e15  # squares of larger numbers leave float32
@@ -358,7 +360,7 @@ class ExactSearch:
     def __init__(self, queries: RowVectors, items: RowVectors, metric: IntrospectiveMetric | None) -> None:
         self.queries, self.items, self.metric = queries, items, metric
         size = min(len(queries.s), _QUERIES) * len(items.s)
-        self._rooms = [np.empty(min(size, _CHUNK), np.float32) for _ in range(1 if metric is None else 2)]
+        self._rooms = [_room(min(size, _CHUNK)) for _ in range(1 if metric is None else 2)]
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """Rows and distances [n, min(k, items)] of the k nearest items of every query."""
@@ -447,6 +449,13 @@ class ExactSearch:
             return square
         other = exact_squares(torch.from_numpy(queries.u), torch.from_numpy(items.u), rows, index, +1)
         return exact_keys(square, other, self.metric)
+
+
+def _room(size: int) -> Rows:
+    """Room for numbers. Much of it is mapped: memory of malloc would stay with the process after the search."""
+    if size <= _MAPPED:
+        return np.empty(size, np.float32)
+    return np.frombuffer(mmap.mmap(-1, 4 * size), np.float32)
 
 
 def _dots(a: Rows, b: Rows, out: Rows) -> None:
