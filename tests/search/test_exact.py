@@ -42,7 +42,7 @@ def lattice(noise, n, width):
     queries=st.integers(0, 9),
     k=st.integers(1, 5) | st.integers(6, 70),
     metric=st.sampled_from(METRICS),
-    sizes=st.sampled_from([(1 << 24, 256, 1 << 20), (64, 4, 100), (7, 2, 1), (1, 1, 1)]),
+    sizes=st.sampled_from([(1 << 24, 256, 1 << 20, 1 << 21), (64, 4, 100, 0), (7, 2, 1, 0), (1, 1, 1, 1)]),
     dead=st.sampled_from([0, 0.1, 0.5, 1]),
 )
 def test_lattice_with_ties(seed, n, queries, k, metric, sizes, dead):
@@ -52,7 +52,7 @@ def test_lattice_with_ties(seed, n, queries, k, metric, sizes, dead):
     g.s[hidden] = np.nan  # whatever a dead row holds
     g = RowVectors(g.s, np.where(hidden, np.inf, g.s_squares), g.u, g.u_squares)
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in zip(("_CHUNK", "_QUERIES", "_LIST"), sizes, strict=True):
+        for name, size in zip(("_CHUNK", "_QUERIES", "_LIST", "_MAPPED"), sizes, strict=True):
             patch.setattr(exact, name, size)
         rows, distances = ExactSearch(q, g, metric).top(k)
     for i in range(queries):
