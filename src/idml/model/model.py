@@ -16,8 +16,18 @@ from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, full_precision
 from idml.errors import unknown_name
 from idml.files import write_atomic
-from idml.model.backbones import PACKAGED, Stages, Trunk, build_trunk
-from idml.model.weights import Form, Weights, check_tensors, find_form, read_safetensors, read_weights
+from idml.model.backbones import (
+    PACKAGED,
+    Form,
+    Stages,
+    Trunk,
+    Weights,
+    build_trunk,
+    check_tensors,
+    find_form,
+    read_safetensors,
+    read_weights,
+)
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
