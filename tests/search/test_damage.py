@@ -16,7 +16,7 @@ from numbered_changes import PROPERTIES, batch, damage_value, made, state
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Added, DamagedGallery, sqlite_storage
 from idml.search.engines.sqlite import SqliteEngine
-from idml.search.engines.sqlite_storage import DATABASE
+from idml.search.engines.sqlite_storage import DATABASE, ITEM_COLUMNS, is_intact
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 STEP = 1 if "IDML_KILLS" in os.environ else 61  # of all bytes, every one in make faults
@@ -96,6 +96,19 @@ def test_every_flipped_bit_is_found_or_harmless(tmp_path, monkeypatch):
         outcomes["one item" if lost <= 1 else "all" if lost == items else "more"] += 1
     assert outcomes["one item"] > outcomes["more"]  # a flipped bit in a cell spares the other items
     assert min(outcomes["harmless"], outcomes["one item"]) * STEP > 400
+
+
+def test_a_row_without_content_and_without_digest_is_not_intact(tmp_path):
+    """A flipped bit can turn both into NULL, which no statement can write: the two must not agree with each other."""
+    with small(tmp_path / "g") as engine:
+        connection = sqlite3.connect(engine.path / DATABASE)
+        row = connection.execute(f"SELECT {ITEM_COLUMNS}, digest FROM items").fetchone()
+        connection.close()
+    assert is_intact(row[:9], row[9])
+    for damaged in ((*row[:6], None, *row[7:9]), (None,) * 9):
+        for digest in (None, 0, row[9], b""):
+            assert not is_intact(damaged, digest)
+    assert not is_intact(row[:9], None)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,11 @@ from idml.search.engines.sqlite_storage import (
     Numbers,
     Row,
     connect,
-    digest_of,
     digests_of,
     explain_errors,
     fetch_rows,
     first_value,
+    is_intact,
     matches,
     read_blocks,
     read_properties,
@@ -420,7 +420,7 @@ class SqliteEngine(Engine):
         found = fetch_rows(connection, "items", ITEM_COLUMNS, positions)
         for position in positions:
             row = found.get(position)
-            if row is None or digest_of(row) != table.digests[position]:
+            if row is None or not is_intact(row, table.stored_digest(position)):
                 raise table.damage(position, "row")
         return [found[position] for position in positions]
 
@@ -445,7 +445,7 @@ class SqliteEngine(Engine):
         for position in positions:
             try:
                 row, image = rows[position], images.get(position, (position, b""))[1]
-                if digest_of(row) != table.digests[position] or not matches(image, row[8]):
+                if not is_intact(row, table.stored_digest(position)) or not matches(image, row[8]):
                     raise DamagedGallery
                 vectors = [x[0].tobytes() for x in self._read_vectors(connection, table, [position])]
                 out.append((to_item(row), *vectors, row[5], image))

@@ -287,20 +287,12 @@ def _labels(labels: Iterable[bytes | None]) -> Iterator[int]:
     return (0 if label is None else zlib.crc32(label) + 1 for label in labels)
 
 
-def digests_of_any(rows: Sequence[Row]) -> NDArray[np.uint64]:
-    """The same of rows that may hold anything; one that cannot be a row gets a digest that it does not have."""
+def is_intact(row: Row, digest: object) -> bool:
+    """Whether a row of items, which may hold anything, has the digest that was stored with it."""
     try:
-        return digests_of(rows)
+        return isinstance(digest, int) and to_signed(int(digests_of([row])[0])) == digest
     except (TypeError, ValueError, OverflowError):
-        return np.concatenate([digest_of(row) for row in rows])
-
-
-def digest_of(row: Row) -> NDArray[np.uint64]:
-    """The digest of one row of items that may hold anything."""
-    try:
-        return digests_of([row])
-    except (TypeError, ValueError, OverflowError):
-        return np.array([0], np.uint64)
+        return False
 
 
 def matches(data: object, crc: object) -> bool:
@@ -375,6 +367,10 @@ class ItemTable:
         """The sum of the digests of intact rows, modulo 2⁶⁴, as a signed number."""
         return to_signed(self._total)
 
+    def stored_digest(self, position: int) -> int:
+        """The digest of an intact row as the database holds it."""
+        return to_signed(int(self.digests[position]))
+
     def agrees(self) -> bool:
         """Whether the rows are those that the state speaks of."""
         return not self.damaged and len(self.rows) == self.state.items and self.digest == self.state.digest
@@ -444,11 +440,10 @@ class ItemTable:
                 if np.array_equal(digests_of_columns(columns), found):
                     self._put(block, found)
                     continue
-            found = np.array([row[9] if isinstance(row[9], int) else 0 for row in block], np.int64).view(np.uint64)
-            intact = digests_of_any([row[:9] for row in block]) == found
-            self._put([row for row, ok in zip(block, intact, strict=True) if ok], found[intact])
-            for row in (row for row, ok in zip(block, intact, strict=True) if not ok):
-                self.damaged[row[0]] = first_text(connection, "SELECT id FROM vectors WHERE position = ?", row[0])
+            intact = [row for row in block if is_intact(row[:9], row[9])]
+            self._put(intact, np.array([row[9] for row in intact], np.int64).view(np.uint64))
+            for position in {row[0] for row in block} - {row[0] for row in intact}:
+                self.damaged[position] = first_text(connection, "SELECT id FROM vectors WHERE position = ?", position)
 
     def _put(self, block: Sequence[Row], digests: NDArray[np.uint64]) -> None:
         if not block:
