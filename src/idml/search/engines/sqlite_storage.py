@@ -22,6 +22,7 @@ import json
 import os
 import sqlite3
 import struct
+import textwrap
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -162,22 +163,22 @@ def explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        code, said = getattr(error, "sqlite_errorcode", 0) & 0xFF, textwrap.shorten(str(error), 120, placeholder=" …")
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise TimeoutError(
                 f"the gallery {path} was locked by another process for {WAIT:g} seconds; try again later"
             ) from error
         if code in _DAMAGE:
             raise DamagedGallery(
-                f"{path / DATABASE} is damaged, or not a database ({error}); restore a backup, or delete the gallery "
+                f"{path / DATABASE} is damaged, or not a database ({said}); restore a backup, or delete the gallery "
                 "and index again"
             ) from error
-        raise OSError(f"cannot write to the gallery {path} ({error})") from error
+        raise OSError(f"cannot write to the gallery {path} ({said})") from error
 
 
 def parse_properties(row: Row) -> Properties | None:
     """A copy of the properties, None if it is damaged."""
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, IndexError, ValueError):
         if zlib.crc32(row[1]) == row[2]:
             return Properties(**json.loads(row[1]))
     return None
@@ -185,7 +186,7 @@ def parse_properties(row: Row) -> Properties | None:
 
 def parse_state(row: Row) -> State | None:
     """A copy of the state, None if it is damaged."""
-    with suppress(TypeError, struct.error):
+    with suppress(TypeError, IndexError, struct.error):
         state = State(*row[1:7])
         if state.crc() == row[7]:
             return state
