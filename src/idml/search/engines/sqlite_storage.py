@@ -278,7 +278,9 @@ def digests_of_columns(columns: Sequence[Sequence[Any]]) -> NDArray[np.uint64]:
     position, id, path, label, checksum, level, *crcs = columns
     total = np.zeros(len(position), np.uint64)
     texts = [map(zlib.crc32, id), map(zlib.crc32, path), _labels(label), map(zlib.crc32, checksum)]
-    numbers = [position, *texts, np.array(level, np.float32).view(np.uint32), *crcs]
+    with np.errstate(over="ignore"):  # a damaged level may be of any size
+        levels = np.array(level, np.float32).view(np.uint32)
+    numbers = [position, *texts, levels, *crcs]
     for factor, column in zip(FACTORS, numbers, strict=True):
         total += np.array(list(column), np.int64).view(np.uint64) * np.uint64(factor)
     return total
