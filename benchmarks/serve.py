@@ -1,6 +1,6 @@
 """The service under load on the loopback interface: requests/s, latencies, errors, and memory.
 
-    python benchmarks/serve.py [--requests 10000] [--clients 8] [--items 2000] [--runtime torch|onnx] [--json]
+    python benchmarks/serve.py [--requests 10000] [--clients 8] [--items 2000] [--runtime auto|torch|onnx] [--json]
 
 A gallery of glyphs with a small convolutional model (its weights do not matter for speed), served by `idml serve` in
 a process of its own. Every client keeps one connection and sends its next request when the last is answered: of ten,
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--items", type=int, default=2000)
-    parser.add_argument("--runtime", choices=["torch", "onnx"], default="torch")
+    parser.add_argument("--runtime", choices=["auto", "torch", "onnx"], default="auto")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     pictures = glyphs(options.items + 200)

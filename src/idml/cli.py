@@ -87,7 +87,10 @@ def _add_command(commands: Any, name: str, handler: Handler, help: str) -> argpa
 
 def _add_runtime(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--runtime", choices=["torch", "onnx"], default="torch", help="what runs the model (default torch)"
+        "--runtime",
+        choices=["auto", "torch", "onnx"],
+        default="auto",
+        help="what runs the model (default: ONNX Runtime where it saves time)",
     )
 
 

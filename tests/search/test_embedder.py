@@ -76,7 +76,7 @@ def test_an_untrained_model_embeds_equally_in_every_process(tmp_path):
 
 
 def test_pretrained_embeds_with_the_trunk():
-    embedder, image = open_embedder(PRETRAINED), picture(5, size=(300, 200))
+    embedder, image = open_embedder(PRETRAINED, runtime="torch"), picture(5, size=(300, 200))
     trunk = build_trunk(PACKAGED, pretrained=True).eval()
     with torch.no_grad():
         expected = trunk(prepare_image(image, trunk.image_size)[None] / 255)

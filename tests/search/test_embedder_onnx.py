@@ -1,6 +1,5 @@
-"""Embeddings by ONNX Runtime: those of torch, from a file that fits the model."""
+"""Embeddings by ONNX Runtime: those of torch, from a file that fits the model; and when which runtime is chosen."""
 
-import logging
 import shutil
 import sys
 import threading
@@ -15,8 +14,8 @@ from idml.model import onnx as export
 from idml.model.backbones import build_trunk
 from idml.model.model import FILE, ModelConfig, build_model, fingerprint, fingerprint_of, save_model
 from idml.model.onnx import export_onnx
-from idml.search import embedder as onnx_embedder
-from idml.search.embedder import ONNX_BATCH, OnnxEmbedder, open_embedder, prepare_image
+from idml.search import embedder as embedders
+from idml.search.embedder import MANY, ONNX_BATCH, OnnxEmbedder, open_embedder, prepare_image
 from idml.search.gallery import Gallery
 
 ONNX = "model.onnx"
@@ -63,11 +62,11 @@ def exports(made, tmp_path, monkeypatch):
     known = {fingerprint(place(tmp_path / f"known{i}", files)): files[ONNX] for i, files in enumerate(made)}
     asked = []
 
-    def export(run, out):
+    def export(run):
         asked.append(run)
-        out.write_bytes(known[fingerprint(run)])
+        return known[fingerprint(run)]
 
-    monkeypatch.setattr(onnx_embedder, "export_onnx", export)
+    monkeypatch.setattr(embedders, "export_model", export)
     return asked
 
 
@@ -77,6 +76,10 @@ def pictures(count, seed=0):
     sizes = noise.integers(5, 90, (count, 2))
     images = [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
     return [Image.new("RGB", (60, 3)), *images[1:]]
+
+
+def by_torch(run):
+    return open_embedder(run, runtime="torch")
 
 
 def same(found, wanted):
@@ -89,7 +92,7 @@ def same(found, wanted):
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
 def test_embeddings_equal_those_of_torch(tmp_path, made, variant):
     run = place(tmp_path / "run", made[variant])
-    ours, theirs = open_embedder(run, runtime="onnx"), open_embedder(run)
+    ours, theirs = open_embedder(run, runtime="onnx"), by_torch(run)
     assert isinstance(ours, OnnxEmbedder)
     for name in ("fingerprint", "dimensions", "uncertainty"):
         assert getattr(ours, name) == getattr(theirs, name)
@@ -126,7 +129,7 @@ def test_the_file_of_the_run_is_used(run, cache, caplog, exports):
     for named in (run, str(run), run / FILE):
         embedder = OnnxEmbedder(named)
         assert (embedder.dimensions, embedder.uncertainty) == (8, 8)
-        same(embedder.embed(pictures(3)), open_embedder(run).embed(pictures(3)))
+        same(embedder.embed(pictures(3)), by_torch(run).embed(pictures(3)))
     assert exports == []
     assert not cache.exists()
     assert caplog.messages == []
@@ -159,15 +162,35 @@ def test_a_gallery_contains_the_exported_model(run, made, cache, tmp_path, expor
     assert not (tmp_path / "half" / "model" / ONNX).exists()
 
 
-def test_a_missing_export_is_cached_once(run, cache, caplog, exports):
+def test_a_missing_export_is_made_once_beside_the_model(run, made, cache, caplog, exports):
     (run / ONNX).unlink()
     first, again = OnnxEmbedder(run), OnnxEmbedder(run)
-    (kept,) = cache.glob("*.onnx")
-    assert first.fingerprint in kept.name
-    assert [p.name for p in run.iterdir()] == [FILE]  # the run itself is left alone
+    assert (run / ONNX).read_bytes() == made[0][ONNX]
+    assert sorted(p.name for p in run.iterdir()) == [".model.onnx.lock", ONNX, FILE]
     same(first.embed(pictures(3)), again.embed(pictures(3)))
     assert exports == [run]
-    assert caplog.messages == []
+    assert len(caplog.messages) == 1  # the export takes seconds
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_places_that_cannot_be_written(run, cache, exports, monkeypatch, places):
+    """The cache instead of a read-only run; without a cache too, the exported model is used and not stored."""
+    (run / ONNX).unlink()
+    readonly = [run, cache][:places]
+    lock = export.lock_file
+
+    def refuse(path):
+        if path.parent in readonly:
+            raise PermissionError(13, "Permission denied", str(path))
+        return lock(path)
+
+    monkeypatch.setattr(export, "lock_file", refuse)
+    for _ in range(2):
+        same(OnnxEmbedder(run).embed(pictures(3)), by_torch(run).embed(pictures(3)))
+    assert [p.name for p in run.iterdir()] == [FILE]
+    assert len(list(cache.glob(f"model-{fingerprint(run)}-v*.onnx"))) == 2 - places
+    assert len(exports) == places
 
 
 def stale(run, made):
@@ -188,32 +211,19 @@ def foreign(run, made):
 
 
 @pytest.mark.parametrize("how", [stale, damaged, foreign])
-def test_an_unsuitable_export_is_not_used(run, made, how, caplog, exports):
+def test_an_unsuitable_export_is_made_again(run, made, how, caplog, exports):
     told = how(run, made)
-    before = (run / ONNX).read_bytes()
-    with caplog.at_level(logging.WARNING):
-        embedder = OnnxEmbedder(run)
+    embedder = OnnxEmbedder(run)
     assert embedder.fingerprint == fingerprint(run)
-    same(embedder.embed(pictures(4)), open_embedder(run).embed(pictures(4)))
-    (line,) = caplog.messages
+    same(embedder.embed(pictures(4)), by_torch(run).embed(pictures(4)))
+    line, exported = caplog.messages
     assert told in line
-    assert "exporting the model again into the cache" in line
+    assert "it is not used" in line
     assert str(run / ONNX) in line
     assert "\n" not in line
-    assert (run / ONNX).read_bytes() == before
+    assert "exporting the network" in exported
+    assert (run / ONNX).read_bytes() == made[1 if how is stale else 0][ONNX]
     assert exports == [run]
-
-
-def test_a_damaged_cache_is_made_again(run, made, cache, caplog, exports):
-    (run / ONNX).unlink()
-    OnnxEmbedder(run)
-    (kept,) = cache.glob("*.onnx")
-    kept.write_bytes(kept.read_bytes()[:-7])
-    with caplog.at_level(logging.WARNING):
-        OnnxEmbedder(run)
-    assert len(caplog.messages) == 1
-    assert exports == [run, run]
-    assert kept.read_bytes() == made[0][ONNX]
 
 
 def in_threads(function, values):
@@ -233,15 +243,41 @@ def test_parallel_embedders_export_once(run, exports):
 
 def test_a_model_that_changes_during_the_export(run, made, exports, monkeypatch):
     (run / ONNX).unlink()
-    known = onnx_embedder.export_onnx
+    known = embedders.export_model
 
-    def late(place, out):
+    def late(place):
         (run / FILE).write_bytes(made[1][FILE])
-        return known(place, out)
+        return known(place)
 
-    monkeypatch.setattr(onnx_embedder, "export_onnx", late)
+    monkeypatch.setattr(embedders, "export_model", late)
     with pytest.raises(ValueError, match="changed during the export; try again"):
         OnnxEmbedder(run)
+
+
+def test_the_runtime_is_chosen(run, made, exports, caplog, monkeypatch):
+    """ONNX Runtime with an exported model that fits, or for many images; torch for few and on a GPU."""
+    assert isinstance(open_embedder(run), OnnxEmbedder)
+    assert not isinstance(open_embedder(run, runtime="torch"), OnnxEmbedder)
+    monkeypatch.setattr(embedders, "best_device", lambda: "cuda")
+    monkeypatch.setattr(embedders, "_open_torch", lambda run: "by torch")
+    assert open_embedder(run, images=10**9) == "by torch"
+    monkeypatch.undo()
+    monkeypatch.setattr(embedders, "export_model", lambda run: exports.append(run) or made[0][ONNX])
+    (run / ONNX).unlink()
+    assert not isinstance(open_embedder(run), OnnxEmbedder)
+    assert not isinstance(open_embedder(run, images=MANY), OnnxEmbedder)  # conv4 is fast
+    assert (exports, caplog.messages) == ([], [])
+    assert isinstance(open_embedder(run, images=10**9), OnnxEmbedder)
+    assert (run / ONNX).read_bytes() == made[0][ONNX]
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxruntime"])
+def test_torch_where_a_library_is_missing(run, caplog, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    found = open_embedder(run, images=10**9)
+    assert not isinstance(found, OnnxEmbedder)
+    assert f"{missing} cannot be used" in caplog.text
+    same(found.embed(pictures(2)), by_torch(run).embed(pictures(2)))
 
 
 def test_mistakes(run, tmp_path, monkeypatch):
@@ -252,7 +288,7 @@ def test_mistakes(run, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="there is no model at"):
         OnnxEmbedder(tmp_path / "absent")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ValueError, match=r"onnxruntime cannot be used .*pip install 'idml\[onnx\]'"):
+    with pytest.raises(ValueError, match=r"onnxruntime cannot be used .*pip install onnxruntime"):
         OnnxEmbedder(run)
 
 

@@ -137,7 +137,7 @@ def test_calibrations_of_a_run_are_taken_over_later(tmp_path):
 
 
 def test_pretrained(tmp_path):
-    with Gallery.create(tmp_path / "g", "pretrained") as gallery:
+    with Gallery.create(tmp_path / "g", "pretrained", runtime="torch") as gallery:  # an export takes seconds
         gallery.add([Upload(encoded(picture(n, size=(60, 60))), f"c{n % 2}") for n in range(4)])
     assert (tmp_path / "g" / "model" / "pretrained").read_text() == "tf_efficientnet_lite0\n"
     with Gallery.open(tmp_path / "g") as gallery:

@@ -161,9 +161,7 @@ def _measure_near(model: Model, raw: bool, pixels: Pixels, embeddings: Embedding
     """Measure the distance that nine of ten slightly cropped copies have at most from their images."""
     chosen = torch.randperm(len(pixels.usable), generator=random_stream("audit copies"))[:_COPIES].sort().values
     views = _CROPPED.images(pixels, pixels.usable[chosen], model.trunk.image_size)
-    device = model.semantic.weight.device
-    features = torch.from_numpy(np.concatenate([compute_features(model, part.to(device)) for part in views.split(64)]))
-    copies = _embed(model, features, raw, pixels)
+    copies = _embed(model, compute_features(model, views), raw, pixels)
     distances = torch.linalg.vector_norm(copies.unit - embeddings[chosen].unit, dim=1)
     return float(distances.quantile(0.9))
 

@@ -1,58 +1,75 @@
-"""A cache of what a trunk computes from the images of a data set: computed once for each trunk and view."""
+"""A cache of what a trunk computes from the images of a data set: computed once for each trunk, view and runtime."""
 
-import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from idml.data.augment import CLEAN, View
 from idml.data.pixel_cache import Pixels
 from idml.embeddings import Embeddings
 from idml.files import cache_folder, cached_array
-from idml.model.model import Model
+from idml.model.inference import TrunkSession, export_pays
+from idml.model.model import Model, evaluation_mode, hash_weights
 from idml.progress import Count, silent
 
-VERSION = 1
+VERSION = 2
+_log = logging.getLogger(__name__)
 
 
 class FeatureCache:
     """Rows that are computed once for every image: the trunk's features, or (``last``) the input of its last stage.
 
-    Activations are stored in float16, half the size; docs/training.md says what that costs.
+    ONNX Runtime computes the features if ``images``, the number of images ahead, is large enough. Rows of the two
+    runtimes differ in the last bits and are stored in files of their own. With ``keep`` the exported trunk is stored
+    too. Activations come from torch and are stored in float16, half the size; docs/training.md says what that costs.
     """
 
-    def __init__(self, model: Model, *, last: bool = False) -> None:
-        self.model, self.last = model, last
+    def __init__(self, model: Model, *, images: int, last: bool = False, keep: bool = True) -> None:
+        self.model, self.last, self.keep = model, last, keep
         self.name = "activations-" if last else ""
         self.dtype: type[np.generic] = np.float16 if last else np.float32
         size = model.trunk.image_size
         probe = torch.zeros(1, model.config.in_chans, size, size, device=model.semantic.weight.device)
+        self.runtime = "onnx" if not last and export_pays(model.trunk, images) else "torch"
+        self.session: TrunkSession | None = None
         self.shape: tuple[int, ...] = self.compute(probe).shape[1:] if last else (model.trunk.width,)
 
     @torch.no_grad()
     def compute(self, images: Tensor) -> NDArray[Any]:
         """Compute the rows of a batch of images, with the trunk in evaluation mode."""
-        training = self.model.trunk.training
-        self.model.trunk.eval()
-        out = self.model.stages.activations(images) if self.last else self.model.features(images)
-        self.model.trunk.train(training)
+        self._open()
+        if self.session is not None:
+            return self.session.features(images).numpy()
+        with evaluation_mode(self.model.trunk):
+            out = self.model.stages.activations(images) if self.last else self.model.features(images)
         rows = out.float().cpu().numpy().astype(self.dtype, copy=False)
         if self.last and not np.isfinite(rows).all():
             raise ValueError("the activations before the trunk's last stage do not fit float16")
         return rows
 
-    def key(self, pixels: Pixels, *what: object) -> str:
-        """Return a hash of the part of the trunk that is not trained, the images and all else the rows depend on."""
-        part: nn.Module = self.model.stages.below if self.last else self.model.trunk
-        what = ("before the last stage", *what) if self.last else what
-        digest = hashlib.sha256(repr((self.model.config.network, pixels.images.version, pixels.side, what)).encode())
-        for name, tensor in part.state_dict().items():
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+    def load_rows(
+        self,
+        name: str,
+        pixels: Pixels,
+        what: tuple[object, ...],
+        shape: tuple[int, ...],
+        fill: Callable[[NDArray[Any]], None],
+    ) -> NDArray[Any]:
+        """Return stored rows, an array of ``shape`` and the shape of a row; if they are not stored, ``fill`` them.
+
+        ``name`` begins the name of the file; ``what`` is all that the rows depend on beside the trunk and the images.
+        """
+        path = self._path(name, pixels, what)
+        if not path.exists():
+            self._open()
+            path = self._path(name, pixels, what)  # of torch, if the trunk cannot be exported
+        return cached_array(path, (*shape, *self.shape), self.dtype, fill)
 
     def load_view(self, pixels: Pixels, view: View, progress: Count) -> NDArray[Any]:
         """Return the rows of the usable images in a view, from the cache or computed now."""
@@ -63,18 +80,38 @@ class FeatureCache:
                 array[part.numpy()] = self.compute(view.images(pixels, usable[part], size).to(device))
                 progress(int(part[-1]) + 1, len(usable))
 
-        path = cache_folder() / f"{self.name}features-{self.key(pixels, size, view)}-v{VERSION}.npy"
-        return cached_array(path, (len(usable), *self.shape), self.dtype, fill)
+        return self.load_rows("features", pixels, (size, view), (len(usable),), fill)
+
+    def _open(self) -> None:
+        """Open the trunk in ONNX Runtime, if that is the runtime; one that cannot be exported is left to torch."""
+        if self.runtime == "onnx" and self.session is None:
+            try:
+                self.session = TrunkSession(self.model, keep=self.keep)
+            except ValueError as reason:
+                _log.warning("torch computes the features: %s", reason)
+                self.runtime = "torch"
+
+    def _path(self, name: str, pixels: Pixels, what: tuple[object, ...]) -> Path:
+        key = self._key(pixels, (*what, self.runtime))
+        return cache_folder() / f"{self.name}{name}-{key}-v{VERSION}.npy"
+
+    def _key(self, pixels: Pixels, what: tuple[object, ...]) -> str:
+        """Return a hash of the part of the trunk that is not trained, the images and all else the rows depend on."""
+        part = self.model.stages.below if self.last else self.model.trunk
+        what = ("before the last stage", *what) if self.last else what
+        return hash_weights(part, repr((self.model.config.network, pixels.images.version, pixels.side, what)))
 
 
-def compute_features(model: Model, images: Tensor) -> NDArray[np.float32]:
-    """Compute the trunk's features of a batch of images, without a cache."""
-    return FeatureCache(model).compute(images)
+def compute_features(model: Model, images: Tensor) -> Tensor:
+    """Compute the trunk's features of images, without a cache."""
+    cache, device = FeatureCache(model, images=len(images)), model.semantic.weight.device
+    return torch.cat([torch.from_numpy(cache.compute(part.to(device))) for part in images.split(64)])
 
 
 def load_features(model: Model, pixels: Pixels, view: View = CLEAN, *, progress: Count = silent) -> Tensor:
     """Return the trunk's features of the usable images in a view [n, width], from the cache or computed now."""
-    return torch.from_numpy(FeatureCache(model).load_view(pixels, view, progress).copy())
+    cache = FeatureCache(model, images=len(pixels.usable))
+    return torch.from_numpy(cache.load_view(pixels, view, progress).copy())
 
 
 def embed_view(
@@ -90,13 +127,16 @@ def embed_view(
 
     With ``keep`` the trunk's features are stored in the cache; with ``last`` too, the inputs of its last stage.
     """
+    images = len(pixels.usable)
     if keep and last:
-        rows = FeatureCache(model, last=True).load_view(pixels, view, progress)
+        rows = FeatureCache(model, images=images, last=True).load_view(pixels, view, progress)
         return model.embed_activations(torch.from_numpy(rows[i : i + 256].copy()) for i in range(0, len(rows), 256))
     if keep:
         return model.embed_features(load_features(model, pixels, view, progress=progress))
-    size, parts = model.trunk.image_size, []
-    for numbers in pixels.usable.split(256):
-        parts.append(model.embed(view.images(pixels, numbers, size)))
-        progress(sum(map(len, parts)), len(pixels.usable))
+    cache, size, parts = FeatureCache(model, images=images, keep=False), model.trunk.image_size, []
+    device = model.semantic.weight.device
+    for numbers in pixels.usable.split(64):
+        features = cache.compute(view.images(pixels, numbers, size).to(device))
+        parts.append(model.embed_features(torch.from_numpy(features)))
+        progress(sum(map(len, parts)), images)
     return Embeddings.cat(parts)

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -195,6 +196,18 @@ def _mean_over_processes(share: Tensor) -> Tensor:
     return share
 
 
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode; on exit, every part of it returns to its own mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:  # one by one: some may be frozen
+            part.training = training
+
+
 class Model(nn.Module):
     """A network from images to `Embeddings`. Images are uint8 or floats in [0, 1]; the model normalises them."""
 
@@ -267,14 +280,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def _embed_batches(self, function: Callable[[Tensor], Embeddings], batches: Iterable[Tensor]) -> Embeddings:
-        device, modes = self.semantic.weight.device, [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            parts = [function(batch.to(device)).to("cpu") for batch in batches]
-        finally:
-            for module, training in modes:  # one by one: some may be frozen
-                module.training = training
-        return Embeddings.cat(parts)
+        device = self.semantic.weight.device
+        with evaluation_mode(self):
+            return Embeddings.cat([function(batch.to(device)).to("cpu") for batch in batches])
 
     def _batches(self, images: Tensor | Sequence[str | Path], size: int) -> Iterator[Tensor]:
         from idml.data.images import load_square
@@ -386,14 +394,19 @@ def fingerprint_of(run: str | Path) -> str:
     return pretrained_trunk()[1] if str(run) == PRETRAINED else fingerprint(run)
 
 
+def hash_weights(module: nn.Module, what: str) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of ``what`` and of a module's weights with their names."""
+    digest = hashlib.sha256(what.encode())
+    for name, tensor in module.state_dict().items():
+        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 @lru_cache(maxsize=1)
 def pretrained_trunk() -> tuple[Trunk, str]:
     """Return the default trunk with its pretrained weights, and a hash of its name and weights."""
     trunk = build_trunk(PACKAGED, pretrained=True).eval()
-    digest = hashlib.sha256(PACKAGED.encode())
-    for name, tensor in trunk.state_dict().items():
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return trunk.to(best_device()), digest.hexdigest()[:16]
+    return trunk.to(best_device()), hash_weights(trunk, PACKAGED)
 
 
 def best_device() -> str:

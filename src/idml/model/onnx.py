@@ -1,4 +1,4 @@
-"""`idml export`: a model as one ONNX file with both heads, checked against torch before it is written.
+"""`idml export`: a network as one ONNX file, checked against torch before it is written, and ONNX Runtime to run it.
 
 The file ends with a checksum of everything before it, which is itself ONNX metadata. Other programs read it as any
 other ONNX file, and idml notices a flipped byte.
@@ -7,8 +7,10 @@ other ONNX file, and idml notices a flipped byte.
 import dataclasses
 import hashlib
 import json
+import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from idml.files import write_atomic
+from idml.files import lock_file, write_atomic
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.model import PRETRAINED, ModelConfig, fingerprint_of, load_model
 from idml.version import __version__
@@ -25,8 +27,13 @@ from idml.version import __version__
 FORMAT = "1"  # raise it when the meaning of an exported file changes: older files are then exported again
 OPSET = 18
 TOLERANCE = 1e-4
+BATCH = 8  # images at once: larger batches leave the caches of a CPU
+ONNX = "model.onnx"  # the exported model beside a model
 LARGEST = 2**31 - 2**20  # bytes: a protobuf message ends at 2 GB
+LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
+OUTPUTS = (["semantic"], ["semantic", "uncertainty"], ["features"])
 _CHECKSUM = "idml.sha256"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,16 +45,25 @@ class OnnxFile:
     config: ModelConfig
 
 
+@dataclass(frozen=True)
+class _Exported:
+    """A new file that was compared with torch: its bytes, the widths of its outputs, and the largest difference."""
+
+    data: bytes
+    outputs: dict[str, int]
+    difference: float
+
+
 class _Network(nn.Module):
-    """The computation of `idml.model.Model` for uint8 images, with plain tensors as result and no checks."""
+    """The computation of `idml.model.Model`, with plain tensors as result and no checks."""
 
     def __init__(self, trunk: nn.Module, heads: dict[str, nn.Module]) -> None:
         super().__init__()
         self.trunk, self.heads = trunk, nn.ModuleDict(heads)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return one output for each head; without heads, the features."""
-        features = self.trunk(images / 255)
+        """Return one output for each head; without heads, the features. Images are uint8 or floats in [0, 1]."""
+        features = self.trunk(images / 255 if images.dtype == torch.uint8 else images)
         return tuple(head(features) for head in self.heads.values()) or (features,)
 
 
@@ -63,63 +79,145 @@ def export_onnx(run: str | Path, out: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is a folder; name a file, such as {path / 'model.onnx'}")
     if path.suffix != ".onnx":
         raise ValueError(f"the name of an ONNX file ends in .onnx, got {path.name!r}")
-    require("onnx", "onnxscript", "onnxruntime")
+    require(*LIBRARIES)
     network, config, fingerprint = _load_network(run)
-    size = sum(tensor.nbytes for tensor in network.state_dict().values())
-    if size > LARGEST:
-        raise ValueError(f"{run}: an ONNX file holds at most 2 GB, and the weights alone are {size / 2**30:.1f} GB")
-    images = _make_test_images(config)
-    with torch.no_grad():
-        expected = network(images)
-    if not all(bool(torch.isfinite(x).all()) for x in expected):
-        raise ValueError(f"{run}: the model gives NaN or infinity on ordinary images; there is nothing to export")
-    names = list(network.heads) or ["semantic"]
     path.parent.mkdir(parents=True, exist_ok=True)  # an unusable place is an error before the slow part
-    data = _convert(network, images, names, config, fingerprint)
-    difference = _difference(data, images, dict(zip(names, expected, strict=True)))
-    if not difference <= TOLERANCE:  # also true for NaN
-        raise ValueError(f"{run}: ONNX Runtime and torch differ by {difference:.1e} (at most {TOLERANCE} is allowed)")
-    write_atomic(path, data)
+    exported = _export(str(run), network, config, fingerprint)
+    write_atomic(path, exported.data)
     return {
         "out": str(path),
         "fingerprint": fingerprint,
-        "bytes": len(data),
+        "bytes": len(exported.data),
         "image_size": config.image_size,
-        "outputs": {name: x.shape[1] for name, x in zip(names, expected, strict=True)},
-        "difference": difference,
+        "outputs": exported.outputs,
+        "difference": exported.difference,
     }
 
 
+def export_model(run: str | Path) -> bytes:
+    """Return the content of the file that `export_onnx` writes."""
+    require(*LIBRARIES)
+    return _export(str(run), *_load_network(run)).data
+
+
+def export_trunk(trunk: nn.Module, config: ModelConfig, fingerprint: str) -> bytes:
+    """Return an ONNX file of a trunk on the CPU, in evaluation mode: float ``images`` in [0, 1] to ``features``."""
+    require(*LIBRARIES)
+    return _export(config.trunk, _Network(trunk, {}), config, fingerprint, features=True).data
+
+
+def _export(
+    what: str, network: _Network, config: ModelConfig, fingerprint: str, *, features: bool = False
+) -> _Exported:
+    """Export a network (a trunk for ``features``) and compare it with torch; ``what`` is its name in messages."""
+    size = sum(tensor.nbytes for tensor in network.state_dict().values())
+    if size > LARGEST:
+        raise ValueError(f"{what}: an ONNX file holds at most 2 GB, and the weights alone are {size / 2**30:.1f} GB")
+    images = _make_test_images(config)
+    images = images / 255 if features else images
+    with torch.no_grad():
+        expected = network(images)
+    if not all(bool(torch.isfinite(x).all()) for x in expected):
+        raise ValueError(f"{what}: the model gives NaN or infinity on ordinary images; there is nothing to export")
+    names = list(network.heads) or ["features" if features else "semantic"]
+    data = _convert(network, images, names, config, fingerprint)
+    difference = _difference(data, images, dict(zip(names, expected, strict=True)))
+    if not difference <= TOLERANCE:  # also true for NaN
+        raise ValueError(f"{what}: ONNX Runtime and torch differ by {difference:.1e} (at most {TOLERANCE} is allowed)")
+    return _Exported(data, {name: x.shape[1] for name, x in zip(names, expected, strict=True)}, difference)
+
+
 def read_onnx(path: Path) -> OnnxFile:
-    """Read a file that `export_onnx` wrote; any other or damaged file is a ``ValueError``."""
+    """Read a file that idml wrote; any other or damaged file is a ``ValueError``."""
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} is larger than an ONNX file can be (2 GB)")
-    data = path.read_bytes()
+    return parse_onnx(path.read_bytes(), str(path))
+
+
+def parse_onnx(data: bytes, name: str) -> OnnxFile:
+    """Check the content of a file; ``name`` is its name in messages."""
+    require("onnx")
     length = len(_checksum(b""))
     if data[-length:][:-64] != _checksum(b"")[:-64]:
-        raise ValueError(f"{path} is not a complete file of `idml export`")
+        raise ValueError(f"{name} is not a complete file of `idml export`")
     if data[-length:] != _checksum(data[:-length]):
-        raise ValueError(f"{path} is damaged: its checksum does not fit")
+        raise ValueError(f"{name} is damaged: its checksum does not fit")
     onnx = import_module("onnx")
     try:
         model = onnx.load_model_from_string(data)
         told = {entry.key: entry.value for entry in model.metadata_props}
         if told["idml.format"] != FORMAT:
             raise ValueError(f"of format {told['idml.format'][:20]!r}")
-        if [output.name for output in model.graph.output] not in (["semantic"], ["semantic", "uncertainty"]):
+        if [output.name for output in model.graph.output] not in OUTPUTS:
             raise ValueError("its outputs have other names")
         file = OnnxFile(data, told["idml.fingerprint"], ModelConfig(**json.loads(told["idml.config"])))
     except Exception as error:  # the parsers can raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} is not an ONNX file that this version can read ({reason})") from None
+        raise ValueError(f"{name} is not an ONNX file that this version can read ({reason})") from None
     external = onnx.TensorProto.EXTERNAL
     if any(getattr(part, "data_location", None) == external for part in _parts(model)):
-        raise ValueError(f"{path} refers to other files for its weights, which idml does not follow")
+        raise ValueError(f"{name} refers to other files for its weights, which idml does not follow")
     return file
+
+
+# -------------------- stored exports --------------------
+
+
+def find_onnx(places: list[Path], fingerprint: str) -> OnnxFile | None:
+    """Return the first file that exists, is undamaged and has this fingerprint; the log says why others do not fit."""
+    for place in places:
+        if not place.is_file():
+            continue
+        try:
+            file = read_onnx(place)
+            if file.fingerprint == fingerprint:
+                return file
+            reason = f"{place} was made from another model ({file.fingerprint}, not {fingerprint})"
+        except (ValueError, OSError) as error:
+            reason = str(error)
+        _log.warning("%s: it is not used", reason)
+    return None
+
+
+def export_once(places: list[Path], fingerprint: str, export: Callable[[], bytes]) -> OnnxFile:
+    """Export a network and store it in the first place that can be written, instead of a file that does not fit.
+
+    A second process waits for the first and uses its file. Where nothing can be written, nothing is stored.
+    """
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(place.with_name(f".{place.name}.lock"))
+        except OSError:
+            continue
+        with lock:
+            with suppress(ValueError, OSError):
+                file = read_onnx(place)
+                if file.fingerprint == fingerprint:
+                    return file
+            data = _export_with_note(export)
+            with suppress(OSError):
+                write_atomic(place, data)
+        break
+    else:
+        data = _export_with_note(export)
+    file = parse_onnx(data, "the exported network")
+    if file.fingerprint != fingerprint:
+        raise ValueError("the model changed during the export; try again")
+    return file
+
+
+def _export_with_note(export: Callable[[], bytes]) -> bytes:
+    _log.warning("exporting the network for ONNX Runtime, once; this takes some seconds")
+    return export()
+
+
+# -------------------- sessions --------------------
 
 
 def open_session(data: bytes) -> Any:
     """Open a model in ONNX Runtime on the CPU, with as many threads as torch uses."""
+    require("onnxruntime")
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -137,13 +235,16 @@ def run_session(session: Any, images: Tensor) -> dict[str, Tensor]:
     return {name: torch.from_numpy(x) for name, x in zip(names, found, strict=True)}
 
 
+# -------------------- conversion --------------------
+
+
 def require(*libraries: str) -> None:
     """Raise a ``ValueError`` that says how to install these libraries, if one of them is missing."""
     for name in libraries:
         try:
             import_module(name)
         except ImportError as error:
-            raise ValueError(f"{name} cannot be used ({error}); pip install 'idml[onnx]'") from None
+            raise ValueError(f"{name} cannot be used ({error}); pip install {name}") from None
 
 
 def _load_network(run: str | Path) -> tuple[_Network, ModelConfig, str]:
@@ -166,17 +267,21 @@ def _load_network(run: str | Path) -> tuple[_Network, ModelConfig, str]:
 def _convert(network: _Network, images: Tensor, names: list[str], config: ModelConfig, fingerprint: str) -> bytes:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # deprecations inside torch
-        program = torch.onnx.export(
-            network,
-            (images,),
-            dynamo=True,
-            external_data=False,
-            opset_version=OPSET,
-            input_names=["images"],
-            output_names=names,
-            dynamic_shapes=({0: torch.export.Dim("n")},),
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                network,
+                (images,),
+                dynamo=True,
+                external_data=False,
+                opset_version=OPSET,
+                input_names=["images"],
+                output_names=names,
+                dynamic_shapes=({0: torch.export.Dim("n")},),
+                verbose=False,
+            )
+        except Exception as error:  # torch and onnxscript raise many kinds
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"torch cannot export {config.trunk} to ONNX ({reason})") from None
     assert program is not None
     model = program.model_proto
     for part in _parts(model):  # torch stores the local path of each operation's source code

@@ -265,7 +265,7 @@ def take_one_step(model: Model, config: TrainConfig, images: ImageSet) -> dict[s
     usable = pixels.usable
     batch = class_batches(images.labels[usable], config.batch_size, config.per_class, seed=0, epoch=0)[0]
     numbers = usable[batch]
-    features = torch.from_numpy(compute_features(model, CLEAN.images(pixels, numbers, model.trunk.image_size)))
+    features = compute_features(model, CLEAN.images(pixels, numbers, model.trunk.image_size))
     labels = images.labels[numbers]
     before = model.embed_features(features)
     options = config.method_options.metric

@@ -1,12 +1,9 @@
-"""Embedders: the model of a run, or the pretrained trunk, run by torch or by ONNX Runtime.
-
-ONNX Runtime needs less time on a CPU (docs/export.md has the figures).
-"""
+"""Embedders: the model of a run, or the pretrained trunk, run by ONNX Runtime or by torch."""
 
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from PIL import Image
@@ -14,7 +11,8 @@ from torch import Tensor
 
 from idml.data.images import crop_for_test
 from idml.embeddings import Embeddings
-from idml.files import cache_folder, lock_file
+from idml.files import cache_folder
+from idml.model.inference import export_pays
 from idml.model.model import (
     FILE,
     PRETRAINED,
@@ -25,12 +23,12 @@ from idml.model.model import (
     load_model,
     pretrained_trunk,
 )
-from idml.model.onnx import FORMAT, OnnxFile, export_onnx, open_session, read_onnx, require, run_session
+from idml.model.onnx import BATCH as ONNX_BATCH
+from idml.model.onnx import FORMAT, ONNX, OnnxFile, export_model, export_once, find_onnx, open_session, run_session
 
-ONNX = "model.onnx"  # the file beside a model that `idml export` writes
 BATCH = 64
-ONNX_BATCH = 16  # batches of 64 were at most 5 % faster (lite0 at 112 px, conv4)
-Runtime = Literal["torch", "onnx"]
+MANY = 10_000  # the images that an index or a service is expected to embed
+Runtime = Literal["auto", "torch", "onnx"]
 _log = logging.getLogger(__name__)
 
 
@@ -49,16 +47,29 @@ class Embedder(Protocol):
         ...
 
 
-def open_embedder(run: str | Path, *, runtime: Runtime = "torch") -> Embedder:
+def open_embedder(run: str | Path, *, runtime: Runtime = "auto", images: int = 0) -> Embedder:
     """Open the embedder of a run folder, of a model.safetensors, or of ``pretrained`` (only the default trunk).
 
-    With ``runtime="onnx"``, ONNX Runtime runs the model on the CPU: the exported model of the run, or one exported now.
+    Args:
+        run: the model.
+        runtime: the library that runs the model. "auto" means ONNX Runtime on a CPU if there is an exported model or an
+            export pays (see `idml.model.inference`), and torch otherwise.
+        images: about how many images will be embedded; with 0, the model is not exported for them.
     """
-    if runtime not in ("torch", "onnx"):
-        raise ValueError(f"unknown runtime {runtime!r}; use torch or onnx")
+    if runtime not in get_args(Runtime):
+        raise ValueError(f"unknown runtime {runtime!r}; use {', '.join(get_args(Runtime))}")
     if runtime == "onnx":
         return OnnxEmbedder(run)
-    return _PretrainedEmbedder() if str(run) == PRETRAINED else _RunEmbedder(Path(run))
+    if runtime == "torch" or best_device() != "cpu":
+        return _open_torch(run)
+    file = _find_exported(run, fingerprint_of(run))
+    by_torch = _open_torch(run) if file is None else None
+    if by_torch is None or (images and export_pays(by_torch.trunk, images)):
+        try:
+            return OnnxEmbedder(run, file)
+        except ValueError as reason:
+            _log.warning("torch runs the model: %s", reason)
+    return by_torch or _open_torch(run)
 
 
 def prepare_image(image: Image.Image, size: int, *, grey: bool = False) -> Tensor:
@@ -75,6 +86,10 @@ def prepare_image(image: Image.Image, size: int, *, grey: bool = False) -> Tenso
 # -------------------- torch --------------------
 
 
+def _open_torch(run: str | Path) -> "_RunEmbedder | _PretrainedEmbedder":
+    return _PretrainedEmbedder() if str(run) == PRETRAINED else _RunEmbedder(Path(run))
+
+
 class _RunEmbedder:
     """The model of a run, run by torch."""
 
@@ -82,6 +97,7 @@ class _RunEmbedder:
         path = run / FILE if run.is_dir() else run
         self.fingerprint = fingerprint(path)
         self._model: Model = load_model(path)
+        self.trunk = self._model.trunk
         self.dimensions = self.uncertainty = self._model.config.embedding_dim
         self._model.to(best_device())
         grey, size = self._model.config.in_chans == 1, self._model.trunk.image_size
@@ -98,15 +114,15 @@ class _PretrainedEmbedder:
     """The default trunk: its features are s, and there is no u."""
 
     def __init__(self) -> None:
-        self._trunk, self.fingerprint = pretrained_trunk()
-        self.dimensions, self.uncertainty = self._trunk.width, 0
+        self.trunk, self.fingerprint = pretrained_trunk()
+        self.dimensions, self.uncertainty = self.trunk.width, 0
 
     @torch.no_grad()
     def embed(self, images: Sequence[Image.Image]) -> Embeddings:
         """Compute the features of RGB images."""
-        device, size = self._trunk.mean.device, self._trunk.image_size
+        device, size = self.trunk.mean.device, self.trunk.image_size
         batches = _batches(images, lambda image: prepare_image(image, size))
-        return Embeddings.certain(torch.cat([self._trunk(batch.to(device) / 255).cpu() for batch in batches]))
+        return Embeddings.certain(torch.cat([self.trunk(batch.to(device) / 255).cpu() for batch in batches]))
 
 
 def _batches(images: Sequence[Image.Image], prepare: Callable[[Image.Image], Tensor]) -> list[Tensor]:
@@ -122,15 +138,16 @@ def _batches(images: Sequence[Image.Image], prepare: Callable[[Image.Image], Ten
 class OnnxEmbedder:
     """An embedder that runs the exported model with ONNX Runtime.
 
-    ``run`` is a run folder, a model.safetensors or ``pretrained``. The model.onnx beside the model is used if it was
-    exported from this model. If it is missing, damaged or from another model, the model is exported once into the
-    cache, and the log says why. The fingerprint is that of the torch embedder, so both can search the same galleries.
+    ``run`` is a run folder, a model.safetensors or ``pretrained``; ``file`` is its exported model, if that is known.
+    Otherwise a stored one is used if it was exported from this model, or the model is exported now. The fingerprint is
+    that of the torch embedder, so both can search the same galleries.
     """
 
-    def __init__(self, run: str | Path) -> None:
-        require("onnx", "onnxruntime")
+    def __init__(self, run: str | Path, file: OnnxFile | None = None) -> None:
         self.fingerprint = fingerprint_of(run)
-        file = _find_or_export(run, self.fingerprint)
+        file = file or _find_exported(run, self.fingerprint)
+        if file is None:
+            file = export_once(_places(run, self.fingerprint), self.fingerprint, lambda: export_model(run))
         self._session = open_session(file.data)
         widths = {output.name: int(output.shape[1]) for output in self._session.get_outputs()}
         self.dimensions, self.uncertainty = widths["semantic"], widths.get("uncertainty", 0)
@@ -149,35 +166,14 @@ class OnnxEmbedder:
         return Embeddings(**outputs) if self.uncertainty else Embeddings.certain(outputs["semantic"])
 
 
-def _find_or_export(run: str | Path, fingerprint: str) -> OnnxFile:
-    """Return the file beside the model, else the cached one, else export the model into the cache."""
-    path = Path(run)
-    beside = (path if path.is_dir() else path.parent) / ONNX
-    file = None if str(run) == PRETRAINED else _read_matching(beside, fingerprint)
-    if file is not None:
-        return file
+def _find_exported(run: str | Path, fingerprint: str) -> OnnxFile | None:
+    """Return a stored export of the model of ``run``, if there is one that fits."""
+    places = [place for place in _places(run, fingerprint) if place.is_file()]
+    return find_onnx(places, fingerprint) if places else None
+
+
+def _places(run: str | Path, fingerprint: str) -> list[Path]:
+    """Return where an exported model may be: beside the model, and in the cache (if the run cannot be written)."""
     cached = cache_folder() / f"model-{fingerprint}-v{FORMAT}.onnx"
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with lock_file(cached.with_suffix(".lock")):  # a second process waits for the first and uses its file
-        file = _read_matching(cached, fingerprint)
-        if file is None:
-            export_onnx(run, cached)
-            file = read_onnx(cached)
-    if file.fingerprint != fingerprint:
-        raise ValueError(f"the model of {run} changed during the export; try again")
-    return file
-
-
-def _read_matching(path: Path, fingerprint: str) -> OnnxFile | None:
-    """Read the file if it exists, is undamaged and was exported from this model; otherwise log why it is not used."""
-    if not path.is_file():
-        return None
-    try:
-        file = read_onnx(path)
-        if file.fingerprint == fingerprint:
-            return file
-        reason = f"{path} was made from another model ({file.fingerprint}, not {fingerprint})"
-    except (ValueError, OSError) as error:
-        reason = str(error)
-    _log.warning("%s: exporting the model again into the cache", reason)
-    return None
+    path = Path(run)
+    return [cached] if str(run) == PRETRAINED else [(path if path.is_dir() else path.parent) / ONNX, cached]

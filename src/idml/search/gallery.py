@@ -22,7 +22,7 @@ from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
 from idml.model.model import fingerprint_of
 from idml.search.answers import Answer, RiskTargets, State
-from idml.search.embedder import Embedder, Runtime, open_embedder
+from idml.search.embedder import MANY, Embedder, Runtime, open_embedder
 from idml.search.engines import Added, Engine, Item, Properties
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.sqlite_storage import is_gallery
@@ -140,18 +140,18 @@ class Gallery:
         self._drift: tuple[Calibration, Profile, str] | None = None
 
     @classmethod
-    def create(cls, location: Location, run: Location, *, runtime: Runtime = "torch") -> "Gallery":
+    def create(cls, location: Location, run: Location, *, runtime: Runtime = "auto") -> "Gallery":
         """Create an empty gallery for the model of ``run``, open for writing.
 
         Args:
             location: a new folder, or milvus://host:port/collection.
             run: a run folder, a model file, or ``pretrained``. A gallery in a folder copies the model and its
                 calibrations.
-            runtime: the library that runs the model, "torch" or "onnx".
+            runtime: the library that runs the model, as in `open_embedder`.
         """
         if gallery_exists(location):
             raise ValueError(f"there is already a gallery at {location}")
-        embedder = open_embedder(run, runtime=runtime)
+        embedder = open_embedder(run, runtime=runtime, images=MANY)
         calibrations = Calibrations.load(run, embedder.fingerprint)
         if not is_milvus(location):
             copy_model(run, Path(location))  # first: a kill then leaves no gallery, not one without a model
@@ -160,7 +160,13 @@ class Gallery:
 
     @classmethod
     def open(
-        cls, location: Location, *, run: Location | None = None, write: bool = False, runtime: Runtime = "torch"
+        cls,
+        location: Location,
+        *,
+        run: Location | None = None,
+        write: bool = False,
+        runtime: Runtime = "auto",
+        images: int = 0,
     ) -> "Gallery":
         """Open an existing gallery.
 
@@ -169,14 +175,15 @@ class Gallery:
             run: the run that the gallery was made with; required in Milvus. For a folder, the calibrations of the run
                 are used, and with ``write`` they and the exported model are copied into the gallery.
             write: open for writing.
-            runtime: the library that runs the model, "torch" or "onnx".
+            runtime: the library that runs the model, as in `open_embedder`.
+            images: about how many images will be embedded, as in `open_embedder`.
         """
         if is_milvus(location) and run is None:
             raise ValueError(f"{location} contains no model; name the run that it was made with")
         engine = open_engine(location, run=run, write=write)
         try:
             source = find_model(Path(location)) if run is None else run
-            embedder = open_embedder(source, runtime=runtime)
+            embedder = open_embedder(source, runtime=runtime, images=images)
             if embedder.fingerprint != engine.properties.model:
                 raise ValueError(f"the model in {location} is not the model that the gallery was made with")
             calibrations = Calibrations.load(source, embedder.fingerprint)
@@ -381,10 +388,10 @@ class Gallery:
         self.close()
 
 
-def open_or_create(location: Location, run: Location, *, runtime: Runtime = "torch") -> Gallery:
+def open_or_create(location: Location, run: Location, *, runtime: Runtime = "auto") -> Gallery:
     """Open the gallery for writing with the model of ``run``; create it if it does not exist."""
     if gallery_exists(location):
-        return Gallery.open(location, run=run, write=True, runtime=runtime)
+        return Gallery.open(location, run=run, write=True, runtime=runtime, images=MANY)
     return Gallery.create(location, run, runtime=runtime)
 
 

@@ -24,7 +24,7 @@ from idml.calibration.stored import Calibration
 from idml.files import lock_file, sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, PRETRAINED
-from idml.search.embedder import ONNX
+from idml.model.onnx import ONNX
 from idml.search.uploads import EXTENSIONS
 
 MODEL = "model"

@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from idml.progress import Note
-from idml.search.embedder import Runtime
+from idml.search.embedder import MANY, Runtime
 from idml.search.gallery import Gallery
 from idml.server.app import build_app
 from idml.server.limits import Limits
@@ -30,7 +30,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     run: str | Path | None = None,
-    runtime: Runtime = "torch",
+    runtime: Runtime = "auto",
     limits: Limits | None = None,
     note: Note = _print_note,
 ) -> None:
@@ -106,9 +106,9 @@ def _bind(host: str, port: int) -> socket.socket:
 def _open_gallery(location: str | Path, run: str | Path | None, runtime: Runtime, note: Note) -> Gallery:
     """Open the gallery for writing, or for reading with a note if that fails."""
     try:
-        return Gallery.open(location, run=run, write=True, runtime=runtime)
+        return Gallery.open(location, run=run, write=True, runtime=runtime, images=MANY)
     except (ValueError, OSError) as reason:
-        gallery = Gallery.open(location, run=run, runtime=runtime)  # raises again if reading fails too
+        gallery = Gallery.open(location, run=run, runtime=runtime, images=MANY)  # raises again if reading fails too
         note(f"for reading only: {reason}")
         return gallery
 

@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 from idml.data.augment import IN_PLACE, Batch, apply_ambiguity, centre_crop, crop_and_flip, resized_crop_and_flip
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import class_batches, random_batches, random_stream
-from idml.files import cache_folder, cached_array
 from idml.methods.base import Method
 from idml.model import Model
-from idml.model.feature_cache import VERSION, FeatureCache
+from idml.model.feature_cache import FeatureCache
 from idml.progress import Count
 from idml.training.config import TrainConfig
 
@@ -55,11 +54,11 @@ class Stream:
     @torch.no_grad()
     def features(self, model: Model, most: int = 4096) -> Tensor:
         """The trunk's features of the images, or of ``most`` of them spread evenly, seen as in a test."""
-        model.trunk.eval()
         usable = self.pixels.usable
         numbers = usable[torch.linspace(0, len(usable) - 1, min(most, len(usable))).long()]
+        cache = FeatureCache(model, images=len(numbers))
         parts = (centre_crop(self.pixels.batch(n).to(self.device), self.size) for n in numbers.split(128))
-        return torch.cat([model.features(part) for part in parts])
+        return torch.cat([torch.from_numpy(cache.compute(part)) for part in parts])
 
 
 class _PlannedBatches(Dataset[tuple[Tensor, Tensor]]):
@@ -93,17 +92,9 @@ class FrozenStream:
         self.plans = [stream.plan(epoch) for epoch in range(self.crops)]
         self.steps = len(self.plans[0])
         config, added = stream.config, stream.method.added_key()
-        self.cache = FeatureCache(model, last=config.train == "last")
-        key: tuple[Any, ...] = (
-            config.seed,
-            config.batch_size,
-            config.per_class,
-            self.crops,
-            stream.size,
-            stream.in_place,
-        )
-        if config.crop != "window":
-            key = (*key, config.crop)
+        images = self.crops * self.steps * config.batch_size  # the originals alone: methods share their rows
+        self.cache = FeatureCache(model, images=images, last=config.train == "last")
+        key = (config.seed, config.batch_size, config.per_class, self.crops, stream.size, stream.in_place, config.crop)
         originals = slice(config.batch_size)
         self.parts = [self._keep_rows("crops", originals, config.batch_size, key, progress)]
         if added:
@@ -157,6 +148,4 @@ class FrozenStream:
                 array[row] = self.cache.compute(batch.images[rows])
                 progress((row + 1) * len(numbers), count * len(numbers))
 
-        shape = (count, size, *self.cache.shape)
-        path = cache_folder() / f"{self.cache.name}{name}-{self.cache.key(stream.pixels, *key)}-v{VERSION}.npy"
-        return cached_array(path, shape, self.cache.dtype, fill)
+        return self.cache.load_rows(name, stream.pixels, key, (count, size), fill)
