@@ -125,7 +125,8 @@ def embed_view(
 ) -> Embeddings:
     """Embed the usable images in a view.
 
-    With ``keep`` the trunk's features are stored in the cache; with ``last`` too, the inputs of its last stage.
+    With ``keep`` the trunk's features are stored in the cache; with ``last`` too, the inputs of its last stage. Without
+    ``keep``, a model in training mode is not exported: its weights change with the next step.
     """
     images = len(pixels.usable)
     if keep and last:
@@ -133,7 +134,8 @@ def embed_view(
         return model.embed_activations(torch.from_numpy(rows[i : i + 256].copy()) for i in range(0, len(rows), 256))
     if keep:
         return model.embed_features(load_features(model, pixels, view, progress=progress))
-    cache, size, parts = FeatureCache(model, images=images, keep=False), model.trunk.image_size, []
+    cache = FeatureCache(model, images=0 if model.training else images, keep=False)
+    size, parts = model.trunk.image_size, []
     device = model.semantic.weight.device
     for numbers in pixels.usable.split(64):
         features = cache.compute(view.images(pixels, numbers, size).to(device))

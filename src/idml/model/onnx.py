@@ -208,7 +208,7 @@ def export_once(places: list[Path], fingerprint: str, export: Callable[[], bytes
 
 
 def _export_with_note(export: Callable[[], bytes]) -> bytes:
-    _log.warning("exporting the network for ONNX Runtime, once; this takes some seconds")
+    _log.warning("exporting the network for ONNX Runtime; this takes some seconds")
     return export()
 
 

@@ -229,6 +229,7 @@ def train(
             return {}
 
         # ---- finish: the last and the selected model, judged on the test classes ----
+        model.eval()
         save_model(model, run / "checkpoints" / "last")
         best = fold_as_trained(load_model(run / "checkpoints" / "best"), config).to(device)
         with name_images(progress.step - 1, stream.plan(epochs - 1)[-1]):
