@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint faults bench clean
+.PHONY: setup demo test lint docs faults bench clean
 
 setup: .venv/.ready
 
@@ -15,13 +15,16 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/idml demo
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 faults: setup
 	IDML_KILLS=20 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_bad_input.py \
