@@ -104,8 +104,9 @@ def test_help_does_not_import_torch(command):
     assert "--json" in done.stdout or command == ["--help"]
 
 
-def test_a_reader_that_stops_reading_ends_the_command_silently():
+def test_a_reader_that_stops_reading_ends_the_command_silently(tmp_path):
     command = [sys.executable, "-m", "idml.cli", "reproduce", "table1", "--data", "cub:absent", "--dry-run"]
+    command += ["--out", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
         writer.stdout.close()  # before a line is there
         assert writer.stderr.read() == ""

@@ -10,7 +10,7 @@ to keep u alive are tried, each alone:
 
 A metric whose mean weight is above 0.98 is called *not introspective*, whatever its retrieval.
 
-Expected cost on one core: 2.5 hours of short runs, then about an hour for each run, on CUB at 112 px.
+Expected cost on one core: 0.8 hours of short runs, then half an hour for each run, on CUB at 112 px.
 """
 
 from typing import Any

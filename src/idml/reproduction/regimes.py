@@ -103,7 +103,7 @@ _LAPTOP = {
         Speed(140, 130, _CORE),
         rates=(1e-4, 3e-4),
     ),
-    "full": Regime("full", {**_PHOTOS, "epochs": 8}, Speed(28, 150, _CORE), rates=(1e-4,), seeds=2, study_rate=1e-4),
+    "full": Regime("full", {**_PHOTOS, "epochs": 8}, Speed(50, 150, _CORE), rates=(1e-4,), seeds=2, study_rate=1e-4),
     "resnet50": Regime(
         "resnet50",
         {
