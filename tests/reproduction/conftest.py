@@ -13,6 +13,12 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def own_runs(monkeypatch):
+    """Runs of a test lie in its own folder, whatever the environment says."""
+    monkeypatch.delenv("IDML_RUNS", raising=False)
+
+
 @pytest.fixture
 def patterns(tmp_path, monkeypatch):
     """The SPEC of twelve classes of four noisy patterns."""

@@ -18,8 +18,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 
 
-def test_the_pages_of_results_are_rendered_from_the_stored_rows(monkeypatch):
-    monkeypatch.delenv("IDML_RUNS", raising=False)
+def test_the_pages_of_results_are_rendered_from_the_stored_rows():
     texts = {"results": results_markdown(stored_results(RESULTS), RESULTS), "results-v1": version1_markdown(RESULTS)}
     for name, text in texts.items():
         assert (ROOT / "docs" / f"{name}.md").read_text() == text, "run `idml reproduce results`"
