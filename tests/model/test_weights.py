@@ -182,7 +182,7 @@ def test_features_of_both_forms_have_keys_of_their_own():
     keys = []
     for config in (ModelConfig("resnet50"), ModelConfig("resnet50", trunk_form="keras")):
         model.config = config
-        keys.append(FeatureCache(model).key(Images()))
+        keys.append(FeatureCache(model, images=1)._key(Images(), ()))
     assert keys[0] != keys[1]
 
 

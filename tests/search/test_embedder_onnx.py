@@ -1,5 +1,6 @@
 """Embeddings by ONNX Runtime: those of torch, from a file that fits the model; and when which runtime is chosen."""
 
+import os
 import shutil
 import sys
 import threading
@@ -186,6 +187,7 @@ def test_places_that_cannot_be_written(run, cache, exports, monkeypatch, places)
         return lock(path)
 
     monkeypatch.setattr(export, "lock_file", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in readonly)  # root may write everywhere
     for _ in range(2):
         same(OnnxEmbedder(run).embed(pictures(3)), by_torch(run).embed(pictures(3)))
     assert [p.name for p in run.iterdir()] == [FILE]

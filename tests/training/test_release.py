@@ -136,7 +136,7 @@ def test_the_uncertainty_head_and_the_trunk_are_frozen_during_warm_up():
 def test_the_semantic_head_starts_at_random():
     torch.manual_seed(0)
     model = build_model("conv4", embedding_dim=256)
-    start_at_random(model)
+    start_at_random(model, random_stream("head"))
     weight = model.semantic.weight.detach()
     assert float(weight.std()) == pytest.approx((2 / 256) ** 0.5, rel=0.02)
     assert not bool(model.semantic.bias.any())

@@ -1,6 +1,7 @@
 """Embedders: the model of a run, or the pretrained trunk, run by ONNX Runtime or by torch."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -173,7 +174,10 @@ def _find_exported(run: str | Path, fingerprint: str) -> OnnxFile | None:
 
 
 def _places(run: str | Path, fingerprint: str) -> list[Path]:
-    """Return where an exported model may be: beside the model, and in the cache (if the run cannot be written)."""
-    cached = cache_folder() / f"model-{fingerprint}-v{FORMAT}.onnx"
+    """Return where an exported model may be: beside the model; in the cache if the run cannot be written."""
     path = Path(run)
-    return [cached] if str(run) == PRETRAINED else [(path if path.is_dir() else path.parent) / ONNX, cached]
+    folder = path if path.is_dir() else path.parent
+    beside = [] if str(run) == PRETRAINED else [folder / ONNX]
+    if beside and os.access(folder, os.W_OK):
+        return beside
+    return [*beside, cache_folder() / f"model-{fingerprint}-v{FORMAT}.onnx"]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from idml.data.sampling import random_stream
 from idml.losses import find_loss
 from idml.methods import find_method
 from idml.methods.base import Method, Task
@@ -40,7 +41,7 @@ def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Met
         **kind.model_options(config.method_options),
     )
     if config.starts_from_weights and not config.pca:
-        start_at_random(model)
+        start_at_random(model, random_stream("semantic head", config.seed))
     if config.train == "last":
         Stages(model.trunk)  # refuses a trunk whose last stage is not known
     fold_as_trained(model, config)
@@ -74,13 +75,13 @@ def fold_as_trained(model: Model, config: TrainConfig) -> Model:
     return model
 
 
-def start_at_random(model: Model) -> None:
+def start_at_random(model: Model, generator: torch.Generator) -> None:
     """Start the semantic head at random weights of variance 2/d and no bias, as ProxyAnchor and IDML were trained.
 
     The weights of ``nn.Linear`` are five times as small at the paper's sizes, so an optimiser like Adam, whose steps do
     not depend on their size, would turn the head five times as fast.
     """
-    nn.init.kaiming_normal_(model.semantic.weight, mode="fan_out")
+    nn.init.kaiming_normal_(model.semantic.weight, mode="fan_out", generator=generator)
     nn.init.zeros_(model.semantic.bias)
 
 
