@@ -192,6 +192,35 @@ def test_tiny_galleries(gallery, shop):
     assert reply.answer.probability == pytest.approx(expected[0].probability, abs=1e-6)
 
 
+def test_an_item_is_searched_as_if_it_were_not_in_the_gallery(shop):
+    gallery, stored, labels, _, _ = shop
+    items = as_items(labels.tolist())
+    chosen = [3, 77]
+    replies = gallery.search_items([items[n].id for n in chosen], 25)
+    for n, reply in zip(chosen, replies, strict=True):
+        distances = (stored.unit - stored.unit[n]).norm(dim=1)
+        order = [i for i in distances.argsort(stable=True).tolist() if i != n][:25]
+        assert [result.id for result in reply.results] == [items[i].id for i in order]
+        rest = [i for i in range(len(stored)) if i != n]
+        evidence = calibration_evidence(stored[[n]], stored[rest], labels[rest])
+        (expected,) = answer_queries(evidence, gallery.calibration)
+        assert (reply.answer.state, reply.answer.reason) == (expected.state, expected.reason)
+        assert reply.answer.probability == pytest.approx(expected.probability, abs=1e-6)
+    assert gallery.search_items([]) == []
+
+
+def test_an_item_with_copies_or_alone(gallery):
+    (only,) = items = as_items([1])
+    places = torch.ones(5, DIMENSIONS)
+    gallery.add_embedded(items, Embeddings.certain(places[:1]))
+    (reply,) = gallery.search_items([only.id])
+    assert (reply.answer.reason, reply.results) == ("the collection has no other image", ())
+    gallery.add_embedded(as_items([1] * 4, first=1), Embeddings.certain(places[:4]))
+    (reply,) = gallery.search_items([only.id], 2)  # the engine may list its copies before it
+    found = [id for result in reply.results for id in (result.id, *result.duplicates)]
+    assert sorted(found) == sorted(item.id for item in as_items([1] * 4, first=1))
+
+
 @pytest.mark.parametrize("k", [0, -1, True, 2.0, "3"])
 def test_k_is_a_whole_number(gallery, k):
     with pytest.raises(ValueError, match="k must be a whole number above 0"):

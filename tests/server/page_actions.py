@@ -72,6 +72,7 @@ FAULTS = """() => {
   return faults;
 }"""
 
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 MATCH, UNSURE, NOVEL = ({"name": f"{word}.png", "mimeType": "image/png", "buffer": png(word)} for word in
                         ("match", "unsure", "novel"))  # fmt: skip
 

@@ -5,6 +5,7 @@ import io
 import json
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email import message_from_bytes
@@ -61,7 +62,9 @@ class StandIn:
 
     def __init__(self) -> None:
         self.items = made_items()
-        self.calibrated, self.writable, self.drift = True, True, ""
+        self.calibrated, self.writable, self.drift, self.level_speaks = True, True, "", True
+        self.later: dict = {}  # further facts about the gallery
+        self.drawing = 0  # how many requests for the map are told to wait
         self.key: str | None = None
         self.refuse: dict[str, tuple[int, str]] = {}  # "METHOD path": status, reason
         self.wait = 0.0  # seconds before an answer to a search
@@ -97,12 +100,26 @@ class StandIn:
             }
             for error, coverage in ERRORS.items()
         ]
-        counts = {"items": len(self.items), "labelled": len(labels), "classes": len(set(labels))}
+        counts = {"name": "Sea birds", "items": len(self.items), "labelled": len(labels), "classes": len(set(labels))}
         told = {"model": "0123456789abcdef", "calibrated": self.calibrated, "drift": self.drift}
         told["unknown_share"] = 0.25 if self.calibrated else None
-        return {**counts, **told, "writable": self.writable, "promises": promises if self.calibrated else []}
+        told |= {"recognised": 0.574 if self.calibrated else None, "rejected": 0.048 if self.calibrated else None}
+        told |= {"level_speaks": self.level_speaks, "writable": self.writable}
+        return {**counts, **told, "promises": promises if self.calibrated else [], **self.later}
 
-    def reply(self, name: str, max_error: float) -> dict:
+    def page(self, order: str, label: str, start: int, size: int) -> dict:
+        """A page of items; mixed is backwards here."""
+        ways = {"added": self.items, "mixed": self.items[::-1]}
+        items = ways.get(order) or sorted(self.items, key=lambda item: -item["level"])
+        wanted = [item for item in items if not label or item["label"] == label]
+        return {"total": len(wanted), "items": wanted[start : start + size]}
+
+    def labels(self, text: str, size: int) -> dict:
+        counts = Counter(item["label"] for item in self.items if item["label"] is not None)
+        found = sorted(label for label in counts if text.lower() in label.lower())
+        return {"total": len(found), "labels": [{"label": label, "items": counts[label]} for label in found[:size]]}
+
+    def reply(self, name: str, max_error: float, without: str = "") -> dict:
         state, reason, chance = next((told for word, told in STATES.items() if word in name), STATES["match"])
         if ERRORS.get(max_error) is None and state == "match" and self.calibrated:
             state, reason = "unsure", f"cannot promise at most {100 * max_error:g} % wrong answers here"
@@ -113,7 +130,7 @@ class StandIn:
                 "probability": max(0.004, 0.997 - 0.09 * i) if self.calibrated else None,
                 "duplicates": [other["id"] for other in self.items[20:23]] if i == 0 else [],
             }
-            for i, item in enumerate(self.items[:12])
+            for i, item in enumerate([item for item in self.items if item["id"] != without][:12])
         ]
         return {
             "state": state,
@@ -143,6 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes = b"", kind: str = "application/json") -> None:
         self.send_response(status)
+        if status == 202:
+            self.send_header("Retry-After", "0.05")
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Security-Policy", POLICY)
@@ -168,8 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif body:
             asked.fields["json"] = (None, body)
         self.service.asked.append(asked)
-        file = STATIC / (asked.path.removeprefix("/static/") if asked.path != "/" else "index.html")
-        if (asked.path == "/" or asked.path.startswith("/static/")) and file.is_file():
+        pages = {"/": "index.html", "/docs": "docs.html"}
+        file = STATIC / pages.get(asked.path, asked.path.removeprefix("/static/"))
+        if (asked.path in pages or asked.path.startswith("/static/")) and file.is_file():
             self._send(200, file.read_bytes(), TYPES[file.suffix])
         elif self.service.key and asked.key != self.service.key:
             self._json({"error": "this key is not known" if asked.key else "a key is needed"}, 401)
@@ -186,15 +206,17 @@ class _Handler(BaseHTTPRequestHandler):
             case "GET", ["api", "gallery"]:
                 self._json(service.gallery())
             case "GET", ["api", "map"]:
-                self._json({"points": service.points()})
+                service.drawing -= 1
+                self._json(*(({"points": service.points()},) if service.drawing < 0 else ({"status": "drawing"}, 202)))
             case "POST", ["api", "search"]:
                 time.sleep(service.wait)
                 name = asked.fields["image"][0] or ""
                 self._json(service.reply(name, float(asked.query.get("max_error", 0.05))))
             case "GET", ["api", "items"]:
-                start, end = int(asked.query["offset"]), int(asked.query["offset"]) + int(asked.query["limit"])
-                ranked = sorted(service.items, key=lambda item: -item["level"])
-                self._json({"total": len(ranked), "items": ranked[start:end]})
+                start, size = int(asked.query.get("offset", 0)), int(asked.query["limit"])
+                self._json(service.page(asked.query["order"], asked.query.get("label", ""), start, size))
+            case "GET", ["api", "labels"]:
+                self._json(service.labels(asked.query.get("text", ""), int(asked.query["limit"])))
             case "POST", ["api", "items"]:
                 label = asked.fields["label"][1].decode() if "label" in asked.fields else None
                 id = hashlib.sha256(asked.fields["image"][1]).hexdigest()[:32]
@@ -214,6 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif asked.method == "DELETE":
             self.service.items.remove(item)
             self._send(204)
+        elif rest == ["similar"]:
+            self._json(self.service.reply("match", float(asked.query.get("max_error", 0.05)), item["id"]))
         elif rest:
             self._send(200, png(item["id"], 300 if rest == ["image"] else 96), "image/png")
         else:

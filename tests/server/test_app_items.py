@@ -35,6 +35,25 @@ def test_items_by_page_and_label(shared):
     assert shared.get("/api/items?label=").json()["total"] == 12
 
 
+def test_a_mixed_page_is_a_sample_of_the_whole_gallery(shared):
+    items = shared.get("/api/items?order=mixed&limit=8").json()["items"]
+    assert [item["id"] for item in items] == sorted(identity(picture(n)) for n in range(12))[:8]
+    blue = shared.get("/api/items?order=mixed&label=blue").json()["items"]
+    assert [item["id"] for item in blue] == sorted(identity(picture(n)) for n in (2, 6, 10))
+
+
+def test_labels(client, gallery):
+    content = client.get("/api/labels").json()
+    assert content == {"total": 4, "labels": [{"label": x, "items": 3} for x in ("blue", "green", "grey", "red")]}
+    gallery.relabel({identity(picture(0)): "Grün", identity(picture(1)): None})
+    client.delete(f"/api/items/{identity(picture(2))}")  # the service reads the gallery again
+    content = client.get("/api/labels?text=GR").json()
+    assert content["labels"] == [{"label": x, "items": n} for x, n in (("green", 2), ("grey", 3), ("Grün", 1))]
+    assert client.get("/api/labels?offset=1&limit=1").json() == {"total": 5, "labels": content["labels"][:1]}
+    assert client.get("/api/labels?text=nobody").json() == {"total": 0, "labels": []}
+    assert client.get("/api/labels?limit=501").status_code == 422
+
+
 @pytest.mark.parametrize("query", ["order=x", "offset=-1", "limit=0", "limit=501", "offset=x", "offset=99999999999"])
 def test_items_refuses_bad_parameters(shared, query):
     response = shared.get(f"/api/items?{query}")

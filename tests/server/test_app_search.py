@@ -36,6 +36,19 @@ def test_search_finds_the_image_itself(shared):
     assert content["took_ms"] > 0
 
 
+def test_an_item_is_searched_without_itself(shared):
+    id = identity(picture(5))
+    content = shared.get(f"/api/items/{id}/similar?k=12").json()
+    assert set(content) == ANSWER
+    found = [result["id"] for result in content["results"]]
+    assert sorted(found) == sorted(identity(picture(n)) for n in range(12) if n != 5)
+    by_upload = [result["id"] for result in search(shared, picture(5), "?k=12").json()["results"]]
+    assert [id, *found] == by_upload
+    assert len(shared.get(f"/api/items/{id}/similar?k=2").json()["results"]) == 2
+    for path, status in ((f"{'0' * 32}/similar", 404), (f"{id}/similar?k=0", 422), (f"{id}/similar?max_error=1", 422)):
+        assert shared.get(f"/api/items/{path}").status_code == status
+
+
 @pytest.mark.parametrize(
     "query",
     [

@@ -1,13 +1,13 @@
 """The map, and how the page looks and sounds: in a real browser, against a service with made answers."""
 
+import re
 from itertools import pairwise
 
 import pytest
-from page_actions import MATCH, NOVEL, UNSURE, ask, assert_fits, assert_readable, loaded, rested, verdict
+from page_actions import MATCH, NOVEL, PHONE, UNSURE, ask, assert_fits, assert_readable, loaded, rested, until, verdict
 from stand_in import HOSTILE
 
 pytest_plugins = ["browser"]
-PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True, "device_scale_factor": 2}
 
 
 def painted(page):
@@ -53,7 +53,8 @@ class TestMap:
         by_class = painted(page)
         large = [colour for colour, pixels in by_class.items() if pixels > 100]
         assert len(large) == 5  # four classes and no label
-        expect(page.locator("#legend li")).to_have_text([HOSTILE, "gull", "heron", "tern", "no label"])
+        named = [f"{label}8" for label in (HOSTILE, "gull", "heron", "tern", "no label")]
+        expect(page.locator("#legend li")).to_have_text(named)
         page.get_by_label("uncertainty").check()
         expect(page.locator("#legend li")).to_contain_text(["least", "", "median", "", "most"])
         by_level = painted(page)
@@ -85,7 +86,7 @@ class TestMap:
     def test_the_keyboard_goes_from_point_to_point(self, service, visit, expect):
         page = visit(service.url)
         open_map(page)
-        page.get_by_label("uncertainty").focus()
+        page.get_by_role("button", name="Select an area").focus()
         page.keyboard.press("Tab")
         canvas = page.locator("#map")
         expect(canvas).to_be_focused()
@@ -111,19 +112,145 @@ class TestMap:
         page.touchscreen.tap(*spot(page, 6))
         expect(page.locator("#map-item")).to_contain_text("tern")
 
-    def test_the_list_holds_what_the_map_shows(self, service, visit, expect):
+    def test_zooming_and_panning_change_what_the_grid_shows(self, service, visit, expect):
         page = visit(service.url)
         open_map(page)
-        page.get_by_text("The map as a list").click()
-        groups = page.locator("#map-list details")
-        expect(groups).to_have_count(5)
-        expect(groups.nth(1).locator("summary")).to_have_text("gull (8 images)")
-        expect(groups.nth(4).locator("summary")).to_have_text("no label (8 images)")
-        groups.nth(1).locator("summary").press("Enter")
-        expect(groups.nth(1).locator("li")).to_have_count(8)
-        groups.nth(1).locator("li button").nth(2).click()
-        expect(page.locator("#item-facts")).to_contain_text("birds/010.png")
+        count, tiles = page.locator("#map-count"), page.locator("#map-grid > li")
+        expect(count).to_have_text("40 on the map, 36 shown")
+        expect(tiles).to_have_count(36)
+        page.mouse.move(*spot(page, 0))
+        page.mouse.wheel(0, -700)
+        expect(count).to_contain_text("in view")
+        ids = lambda: [int(each.get_attribute("data-id"), 16) for each in tiles.locator("button").all()]  # noqa: E731
+        seen = ids()
+        assert 0 in seen  # the place under the pointer stays
+        assert 39 not in seen
+        assert len(seen) < 20
+        before = painted(page)
+        box = page.locator("#map").bounding_box()
+        page.mouse.move(box["x"] + 300, box["y"] + 400)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 300, box["y"] + 100, steps=4)
+        page.mouse.up()
+        until(page, "document.querySelectorAll('#map-grid > li').length > 0")
+        assert painted(page) != before
+        expect(tiles.locator(f"[data-id='{0:032x}']").first).not_to_be_attached()
+        page.get_by_role("button", name="Show all").click()
+        expect(count).to_have_text("40 on the map, 36 shown")
+        page.get_by_role("button", name="Zoom in").click()
+        page.get_by_role("button", name="Zoom in").click()
+        expect(count).to_contain_text("in view")
+        canvas = page.locator("#map")
+        canvas.press("-")
+        canvas.press("-")
+        expect(count).to_have_text("40 on the map, 36 shown")
+        canvas.press("+")
+        canvas.press("+")
+        canvas.press("ArrowUp")
+        for _ in range(9):
+            canvas.press("ArrowUp")  # the map follows the chosen point
+        id = page.locator("#map-item button").get_attribute("data-id")
+        assert int(id, 16) < 5
+        expect(page.locator(f"#map-grid [data-id='{id}']").first).to_be_attached()
+        canvas.press("0")
+        expect(count).to_contain_text("on the map")
+        page.mouse.wheel(0, 300)  # everything is shown: the page scrolls, the map does not
+
+    def test_a_selected_area_is_shown_in_the_grid(self, service, visit, expect):
+        page = visit(service.url)
+        open_map(page)
+        page.get_by_role("button", name="Select an area").click()
+        (left, top), (right, bottom) = spot(page, 5), spot(page, 12)
+        page.mouse.move(left - 9, top - 9)
+        page.mouse.down()
+        page.mouse.move(right + 9, bottom + 9, steps=3)
+        page.mouse.up()
+        tiles = page.locator("#map-grid > li")
+        expect(tiles).to_have_count(6)
+        expect(page.locator("#map-count")).to_have_text("6 selected")
+        assert {int(each.get_attribute("data-id"), 16) for each in tiles.locator("button").all()} == {
+            5,
+            6,
+            7,
+            10,
+            11,
+            12,
+        }
+        expect(page.get_by_role("button", name="Select an area")).to_have_attribute("aria-pressed", "false")
+        tiles.first.hover()  # a tile shows its point
+        first = tiles.first.locator("button").get_attribute("data-id")
+        expect(page.locator("#map-item button")).to_have_attribute("data-id", first)
+        page.mouse.click(*spot(page, 12))
+        expect(page.locator("#map-item")).to_contain_text("heron")
+        page.locator("#map").press("ArrowRight")  # 13 is not selected
+        expect(page.locator("#map-item button")).to_have_attribute("data-id", f"{12:032x}")
+        page.locator("#map").press("Escape")
+        expect(page.locator("#map-count")).to_contain_text("40 on the map")
+        page.keyboard.down("Shift")  # the same without the button
+        page.mouse.move(left - 9, top - 9)
+        page.mouse.down()
+        page.mouse.move(left + 9, bottom + 9, steps=3)
+        page.mouse.up()
+        page.keyboard.up("Shift")
+        expect(page.locator("#map-count")).to_have_text("2 selected")
+        page.get_by_role("button", name="End the selection").click()
+        expect(page.locator("#map-count")).to_contain_text("40 on the map")
+        expect(page.locator("#map")).to_be_focused()
+
+    def test_a_label_of_the_legend_selects_its_images(self, service, visit, expect):
+        for i, item in enumerate(service.items):
+            item["label"] = f"kind {i // 2:02d}"
+        page = visit(service.url)
+        open_map(page)
+        entry = page.locator("#legend button").nth(3)
+        entry.press("Enter")
+        expect(page.locator("#map-count")).to_have_text("2 selected")
+        expect(page.locator("#map-grid > li")).to_have_text([re.compile("^kind 03")] * 2)
+        expect(entry).to_have_attribute("aria-pressed", "true")
         assert_readable(page)
+        entry.press("Enter")
+        expect(page.locator("#map-count")).to_contain_text("40 on the map")
+        expect(page.locator("#legend button")).to_have_count(16)
+        other = page.get_by_label("Another label")
+        expect(other.locator("option").first).to_have_text("4 more labels…")
+        other.select_option("kind 19")
+        expect(page.locator("#map-count")).to_have_text("2 selected")
+        page.locator("#map-grid > li button").first.click()
+        expect(page.locator("#item-facts")).to_contain_text("birds/03")
+
+    def test_two_fingers_zoom(self, service, visit, expect):
+        page = visit(service.url + "#map", **PHONE)
+        page.locator("#map").wait_for()
+        page.evaluate("""() => {
+          const canvas = document.querySelector("#map");
+          canvas.setPointerCapture = () => {};  // made events have no pointer to capture
+          const send = (type, pointerId, x) => canvas.dispatchEvent(new PointerEvent(type, {
+            pointerId, pointerType: "touch", isPrimary: pointerId === 11, button: 0, bubbles: true,
+            clientX: canvas.getBoundingClientRect().left + x, clientY: canvas.getBoundingClientRect().top + 100 }));
+          send("pointerdown", 11, 100);
+          send("pointerdown", 12, 140);
+          send("pointermove", 12, 260);
+          send("pointerup", 12, 260);
+          send("pointerup", 11, 100);
+        }""")
+        expect(page.locator("#map-count")).to_contain_text("in view")
+        expect(page.locator("#map")).to_have_css("touch-action", "none")
+        assert_fits(page)
+
+    def test_a_map_that_is_being_computed_is_asked_for_again(self, service, visit, expect):
+        service.drawing = 3
+        page = visit(service.url)
+        open_map(page)
+        assert len(service.requests("GET", "/api/map")) == 4
+        expect(page.locator("#map-state")).to_have_text("")
+        service.drawing = 10**6
+        page.reload()
+        expect(page.locator("#map-state")).to_contain_text("Drawing the map")
+        page.get_by_role("link", name="Search", exact=True).click()
+        page.wait_for_timeout(200)
+        asked = len(service.requests("GET", "/api/map"))
+        page.wait_for_timeout(200)
+        assert len(service.requests("GET", "/api/map")) == asked  # nobody waits for it
 
     def test_changes_reach_the_map_without_drawing_it_anew(self, service, visit, expect):
         page = visit(service.url)
@@ -151,7 +278,7 @@ class TestMap:
         expect(page.get_by_role("alert")).to_have_text("the map is being drawn, try again")
         service.refuse.clear()
         service.items.clear()
-        page.get_by_role("link", name="Search").click()
+        page.get_by_role("link", name="Search", exact=True).click()
         page.get_by_role("link", name="Map").click()
         expect(page.locator("#map-state")).to_contain_text("There is no map yet")
         expect(page.locator("#map")).to_be_hidden()
@@ -169,19 +296,19 @@ class TestLooks:
             rested(page)
             page.locator("#answer summary").click()
             assert_readable(page)
-        page.locator("#found > li > .tile").first.click()
+        page.locator("#found .item > .tile").first.click()
         expect(page.locator("#item-facts")).to_be_visible()
         assert_readable(page)
         page.get_by_role("button", name="Delete").click()
         assert_readable(page)
         page.keyboard.press("Escape")
         page.keyboard.press("Escape")
-        for view in ("Map", "Most ambiguous"):
-            page.get_by_role("link", name=view).click()
+        for view in ("Map", "Browse"):
+            page.get_by_role("link", name=view, exact=True).click()
             page.wait_for_timeout(100)
             assert_readable(page)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
-            "rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 26)"
+            "rgb(244, 245, 249)" if scheme == "light" else "rgb(18, 20, 27)"
         )
 
     def test_nothing_is_wider_than_a_phone(self, service, visit, expect):
@@ -196,14 +323,17 @@ class TestLooks:
         assert_fits(page)
         columns = page.locator("#found").evaluate("g => getComputedStyle(g).gridTemplateColumns.split(' ').length")
         assert columns == 2
+        page.locator("#answer summary").click()
+        for number in page.locator("#answer .numbers dd").all():  # on one line, not digit below digit
+            assert number.bounding_box()["height"] < 30
         page.locator("#found summary").first.click()
-        page.locator("#found > li > .tile").first.click()
+        page.locator("#found .item > .tile").first.click()
         expect(page.locator("#item-facts")).to_be_visible()
         assert_fits(page)
         assert page.locator("#item-dialog").evaluate("d => d.scrollWidth <= d.clientWidth")
         page.keyboard.press("Escape")
-        for view in ("Map", "Most ambiguous"):
-            page.get_by_role("link", name=view).click()
+        for view in ("Map", "Browse"):
+            page.get_by_role("link", name=view, exact=True).click()
             page.wait_for_timeout(100)
             assert_fits(page)
 
@@ -237,7 +367,7 @@ class TestKeyboard:
         ask(page)
         page.get_by_role("link", name="Skip to the content").focus()
         stops = []
-        for i in range(9):
+        for i in range(11):
             page.keyboard.press("Tab" if i else "Shift")  # the first stop is there already
             stops.append(page.evaluate("(document.activeElement.id || document.activeElement.textContent).trim()"))
             ring = page.evaluate("""() => {
@@ -246,11 +376,14 @@ class TestKeyboard:
               return parseFloat(getComputedStyle(node).outlineWidth);
             }""")
             assert ring >= 2, stops[-1]
-        assert stops[:8] == [
-            "Skip to the content", "Search", "Map", "Most ambiguous", "file", "In numbers", "max-error",
-            page.locator("#found button").first.text_content(),
-        ]  # fmt: skip
-        assert stops[8] == "+3 near duplicates"
+        assert stops == [
+            *("Skip to the content", "Search", "Browse", "Map", "API", "file", "crop", "In numbers", "max-error"),
+            *("All 12", "gull 3"),
+        ]
+        page.locator("#found-labels button").last.focus()
+        for stop in (".tile", "a.more", "summary"):
+            page.keyboard.press("Tab")
+            expect(page.locator(f"#found > li:first-child {stop}").first).to_be_focused()
 
     def test_the_skip_link_skips(self, service, visit, expect):
         page = visit(service.url)
@@ -264,11 +397,11 @@ class TestKeyboard:
 
     def test_the_back_button_goes_back_through_the_views(self, service, visit, expect):
         page = visit(service.url + "#search")
-        expect(page.get_by_role("link", name="Search")).to_have_attribute("aria-current", "page")
+        expect(page.get_by_role("link", name="Search", exact=True)).to_have_attribute("aria-current", "page")
         open_map(page)
-        page.get_by_role("link", name="Most ambiguous").click()
-        expect(page.locator("#view-ambiguous")).to_be_visible()
+        page.get_by_role("link", name="Browse", exact=True).click()
+        expect(page.locator("#view-browse")).to_be_visible()
         page.go_back()
         expect(page.locator("#view-map")).to_be_visible()
-        expect(page.locator("#view-ambiguous")).to_be_hidden()
+        expect(page.locator("#view-browse")).to_be_hidden()
         expect(page.get_by_role("link", name="Map")).to_have_attribute("aria-current", "page")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
-from page_actions import ask, assert_fits, assert_readable, loaded, rested, verdict
+from page_actions import PHONE, ask, assert_fits, assert_readable, loaded, rested, verdict
 from service_client import LABELS, made_gallery, picture
 from stand_in import POLICY, StandIn
 
@@ -88,15 +88,15 @@ def calibrated_run(tiny_run, tmp_path_factory):
 def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expect):
     page = visit(serve(gallery))
     expect(page.locator("#gallery")).to_have_text("12 images · 12 labelled · 4 classes · not calibrated")
-    expect(page.get_by_text("This gallery is not calibrated")).to_be_visible()
+    expect(page.get_by_text("This collection is not calibrated")).to_be_visible()
     ask(page, upload(3))
-    (reply,) = gallery.search([as_image(3)], 12)
+    (reply,) = gallery.search([as_image(3)], 24)
     expect(verdict(page)).to_contain_text(reply.answer.state.value, ignore_case=True)
     first = page.locator("#found > li").first
     expect(first).to_contain_text(LABELS[3])
     expect(first).to_contain_text("distance 0.000")
     expect(page.locator("#found > li")).to_have_count(len(reply.results))
-    assert loaded(page, "#found > li > .tile > img") == len(reply.results)
+    assert loaded(page, "#found .item > .tile > img") == len(reply.results)
     assert_readable(page)
 
     ask(page, upload(77))
@@ -104,7 +104,7 @@ def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expec
     page.get_by_role("button", name="Add", exact=True).click()
     page.locator("#confirm-yes").click()
     expect(page.locator("#gallery")).to_contain_text("13 images · 13 labelled · 5 classes")
-    first = page.locator("#found > li > .tile").first
+    first = page.locator("#found .item > .tile").first
     expect(first).to_contain_text("<i>new</i>")
     first.click()
     expect(page.locator("#item-facts")).to_contain_text("uploads/")
@@ -113,10 +113,10 @@ def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expec
     page.get_by_label("Label (empty: none)").fill("old")
     page.get_by_role("button", name="Change label").click()
     page.locator("#confirm-yes").click()
-    expect(page.locator("#found > li > .tile").first).to_contain_text("old")
+    expect(page.locator("#found .item > .tile").first).to_contain_text("old")
     assert sorted({item.label for item in gallery.items()}) == sorted([*LABELS, "old"])
 
-    page.locator("#found > li > .tile").first.click()
+    page.locator("#found .item > .tile").first.click()
     page.get_by_role("button", name="Delete").click()
     page.locator("#confirm-yes").click()
     expect(page.locator("#gallery")).to_contain_text("12 images · 12 labelled · 4 classes")
@@ -142,27 +142,59 @@ def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, ser
             else:
                 expect(page.locator("#promise")).to_contain_text("Cannot promise that here: ")
                 expect(page.locator("#promise")).to_contain_text(promise.reason.partition(": ")[2])
-            (reply,) = gallery.search([as_image(3)], 12, RiskTargets(max_error=promise.max_error))
+            (reply,) = gallery.search([as_image(3)], 24, RiskTargets(max_error=promise.max_error))
             assert reply.calibrated
             expect(verdict(page)).to_contain_text(reply.answer.state.value, ignore_case=True)
             expect(page.locator("#answer .chance").last).to_contain_text("probability that the first result is right")
 
 
-def test_the_map_and_the_most_ambiguous(gallery, serve, visit, expect):
+def test_the_map_browsing_and_more_like_this(gallery, serve, visit, expect):
     page = visit(serve(gallery))
     page.get_by_role("link", name="Map").click()
     page.locator("#map").wait_for(timeout=120_000)  # the t-SNE itself
-    expect(page.locator("#legend li")).to_have_text(sorted(LABELS))
+    expect(page.locator("#legend li")).to_have_text([f"{label}3" for label in sorted(LABELS)])
     page.locator("#map").press("ArrowUp")
     item = gallery.get(page.locator("#map-item button").get_attribute("data-id"))
     expect(page.locator("#map-item")).to_contain_text(item.label)
     assert loaded(page, "#map-item img") == 1
     assert_fits(page)
-    page.get_by_role("link", name="Most ambiguous").click()
-    expect(page.locator("#ambiguous > li")).to_have_count(12)
-    levels = {item.id: float(gallery.engine.levels([item.id])[0]) for item in gallery.items()}
-    shown = [tile.get_attribute("data-id") for tile in page.locator("#ambiguous button").all()]
-    assert [levels[id] for id in shown] == sorted(levels.values(), reverse=True)
+    expect(page.locator("#map-grid > li")).to_have_count(12)
+    page.get_by_role("link", name="Browse", exact=True).click()
+    expect(page.locator("#items > li")).to_have_count(12)
+    expect(page.locator("#labels a")).to_have_text(["All 12", *(f"{label} 3" for label in sorted(LABELS))])
+    page.locator("#labels a").nth(2).click()
+    expect(page.locator("#items > li")).to_have_count(3)
+    page.locator("#items a.more").first.click()
+    verdict(page).wait_for()
+    id = page.url.rpartition("/")[2]
+    (reply,) = gallery.search_items([id], 24)
+    expect(verdict(page)).to_contain_text(reply.answer.state.value, ignore_case=True)
+    shown = [tile.get_attribute("data-id") for tile in page.locator("#found .item > .tile").all()]
+    assert shown == [result.id for result in reply.results]
+    assert id not in shown
+    assert loaded(page, "#query") == 1
+
+
+def test_the_documentation_shows_every_request(gallery, serve, visit, expect):
+    url = serve(gallery, keys=Keys("full-key", "read-key"))  # needs none
+    for options in ({"color_scheme": "dark"}, PHONE):
+        page = visit(url + "docs", **options)
+        page.locator(".operation").first.wait_for()
+        with urllib.request.urlopen(url + "openapi.json") as answer:
+            api = json.load(answer)
+        wanted = [f"{method.upper()}{path}" for path, each in api["paths"].items() for method in each]
+        expect(page.locator(".operation h2")).to_have_text(wanted)
+        search = page.locator(".operation", has=page.get_by_text("/api/search", exact=True))
+        expect(search).to_contain_text("max_error")
+        expect(search).to_contain_text("above 0, below 1; default 0.05")
+        expect(search.locator("pre")).to_have_text(f"curl -F image=@photo.jpg '{url}api/search'")
+        search.locator("summary").click()
+        expect(search).to_contain_text("list of FoundItem")
+        assert_readable(page)
+        assert_fits(page)
+    page.get_by_role("link", name="Search", exact=True).click()
+    expect(page).to_have_url(url)
+    visit.refused.add(401)
 
 
 def test_a_read_key_searches_and_changes_nothing(gallery, serve, visit, expect):
@@ -174,8 +206,8 @@ def test_a_read_key_searches_and_changes_nothing(gallery, serve, visit, expect):
     page.keyboard.press("Enter")
     expect(page.locator("#gallery")).to_contain_text("read-only")
     ask(page, upload(3))
-    assert loaded(page, "#found > li > .tile > img") == page.locator("#found img[src^='blob:']").count()
-    page.locator("#found > li > .tile").first.click()
+    assert loaded(page, "#found .item > .tile > img") == page.locator("#found img[src^='blob:']").count()
+    page.locator("#found .item > .tile").first.click()
     assert loaded(page, "#item-picture img") == 1
     expect(page.locator("#item-edit")).to_be_hidden()
     page.keyboard.press("Escape")
@@ -223,10 +255,12 @@ def test_the_stand_in_speaks_as_the_service_does():
             (schemas.SearchAnswer, stand_in.reply("match.png", 0.05)),
             (schemas.ItemInfo, stand_in.items[0]),
             (schemas.GalleryMap, {"points": stand_in.points()}),
-            (schemas.ItemPage, {"total": 1, "items": stand_in.items[:1]}),
+            (schemas.ItemPage, stand_in.page("mixed", "gull", 0, 2)),
+            (schemas.LabelPage, stand_in.labels("", 3)),
         ):
             assert json.loads(shape.model_validate(said).model_dump_json()).keys() == said.keys()
         assert schemas.FoundItem.model_fields.keys() == stand_in.reply("", 0.05)["results"][0].keys()
+        assert schemas.LabelCount.model_fields.keys() == stand_in.labels("", 1)["labels"][0].keys()
         assert schemas.Guarantee.model_fields.keys() == stand_in.gallery()["promises"][0].keys()
     finally:
         stand_in.close()

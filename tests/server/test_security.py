@@ -11,7 +11,7 @@ from idml.server.security import Keys
 
 FULL, READ = "full-key", "read-key"
 ID = "0" * 32
-PUBLIC = [("GET", "/"), ("GET", "/static/app.js"), ("GET", "/api/health"), ("GET", "/openapi.json")]
+PUBLIC = [("GET", "/"), ("GET", "/docs"), ("GET", "/static/app.js"), ("GET", "/api/health"), ("GET", "/openapi.json")]
 READING = [
     ("GET", "/metrics"),
     ("GET", "/api/gallery"),
@@ -19,6 +19,8 @@ READING = [
     ("GET", f"/api/items/{ID}"),
     ("GET", f"/api/items/{ID}/thumbnail"),
     ("GET", f"/api/items/{ID}/image"),
+    ("GET", f"/api/items/{ID}/similar"),
+    ("GET", "/api/labels"),
     ("POST", "/api/search"),
     ("GET", "/nothing"),
 ]

@@ -70,7 +70,7 @@ def test_keys_are_not_in_the_repr():
 
 
 def test_required_roles():
-    for path in ("/", "/static/app.js", "/api/health", "/openapi.json"):
+    for path in ("/", "/docs", "/static/app.js", "/api/health", "/openapi.json"):
         assert required_role("GET", path) == Role.NOBODY
     for path in ("/metrics", "/api/gallery", "/api/items", "/api/items/1/image", "/api/map", "/nothing", "/static"):
         assert required_role("GET", path) == Role.READER

@@ -217,16 +217,29 @@ class Gallery:
             targets = RiskTargets(max_error=max_error)
         return self.search_embeddings(self.embedder.embed(images), k, targets) if len(images) else []
 
-    def search_embeddings(self, queries: Embeddings, k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
-        """Search for queries that the gallery's model has embedded."""
+    def search_items(self, ids: Sequence[str], k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
+        """Search for items of the gallery, each without itself: the replies are those of a gallery that lacks it."""
+        return self.search_embeddings(self.engine.embeddings(ids), k, targets, without=ids) if len(ids) else []
+
+    def search_embeddings(
+        self,
+        queries: Embeddings,
+        k: int = 10,
+        targets: RiskTargets | None = None,
+        *,
+        without: Sequence[str] | None = None,
+    ) -> list[Reply]:
+        """Search for queries that the gallery's model has embedded; ``without`` names an item to leave out for each."""
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a whole number above 0, got {k!r}")
         for _ in range(_SEARCH_ATTEMPTS):
-            if len(self.engine) == 0:
-                empty = Answer(State.NOVEL, "the collection is empty", False)
+            if len(self.engine) <= (without is not None):
+                reason = "the collection is empty" if without is None else "the collection has no other image"
+                empty = Answer(State.NOVEL, reason, False)
                 return [Reply(empty, (), level, False, ()) for level in queries.level.tolist()]
             try:
-                return build_replies(self.engine, queries, k, targets or RiskTargets(), self._answer_context())
+                context = self._answer_context()
+                return build_replies(self.engine, queries, k, targets or RiskTargets(), context, without=without)
             except GalleryChanged:
                 self._statistics.reset()  # after the end of a change by this process; another may have made one too
         raise OSError(f"the gallery {self.location} changes too fast to be searched; try again")
@@ -256,6 +269,11 @@ class Gallery:
         counts = self._statistics.counts
         all_labelled = counts.items == counts.labelled
         return self._calibrations.labelled if all_labelled else self._calibrations.unlabelled
+
+    @property
+    def name(self) -> str:
+        """The name of the collection: that of its folder or Milvus collection, without the path."""
+        return self.location.rstrip("/").rpartition("/")[2] if self.roots is None else self.roots.folder.resolve().name
 
     def guarantees(self, errors: Sequence[float] = ERROR_RATES, confidence: float = 0.9) -> list[RiskGuarantee]:
         """Return what can be guaranteed for each error rate; an empty list if the gallery is not calibrated."""

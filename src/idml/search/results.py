@@ -75,10 +75,19 @@ class AnswerContext:
 
 
 def build_replies(
-    engine: Engine, queries: Embeddings, k: int, targets: RiskTargets, context: AnswerContext
+    engine: Engine,
+    queries: Embeddings,
+    k: int,
+    targets: RiskTargets,
+    context: AnswerContext,
+    *,
+    without: Sequence[str] | None = None,
 ) -> list[Reply]:
-    """Search the engine and build the reply to each query; raise `GalleryChanged` if the gallery changes."""
-    found = engine.search(queries, max(NEIGHBOURS, k))
+    """Search the engine and build the reply to each query; raise `GalleryChanged` if the gallery changes.
+
+    ``without`` holds the id of an item for each query, which is left out of the search for it.
+    """
+    found = _search(engine, queries, max(NEIGHBOURS, k), without)
     if found.distances.shape[1] == 0:
         raise GalleryChanged
     items: dict[str, FoundItem] = {}
@@ -91,7 +100,7 @@ def build_replies(
         why = calibration.find_set_guarantee(targets.max_missed, targets.confidence).reason
         notes += (why,) if why else ()
     lists = [list(zip(ids, d, strict=True)) for ids, d in zip(found.ids, found.distances.tolist(), strict=True)]
-    _extend_lists(engine, queries, k, answers, lists, items)
+    _extend_lists(engine, queries, k, answers, lists, items, without)
     out = []
     for own, listed, level in zip(answers, lists, evidence.level.tolist(), strict=True):
         groups = group_duplicates([items[id] for id, _ in listed])
@@ -102,6 +111,17 @@ def build_replies(
         results = _make_results(groups[:size], listed, items, own.probability, calibration)
         out.append(Reply(final, results, level, own.calibrated, notes))
     return out
+
+
+def _search(engine: Engine, queries: Embeddings, k: int, without: Sequence[str] | None) -> Found:
+    """Search for the k nearest items; for each query, all but the one that is left out."""
+    if without is None:
+        return engine.search(queries, k)
+    found = engine.search(queries, k + 1)
+    columns = max(found.distances.shape[1] - 1, 0)
+    places = [[i for i, id in enumerate(row) if id != own][:columns] for row, own in zip(found.ids, without, strict=True)]
+    ids = [[row[i] for i in kept] for row, kept in zip(found.ids, places, strict=True)]
+    return Found(ids, found.distances.gather(1, torch.tensor(places, dtype=torch.long).view(len(ids), columns)))
 
 
 def _fetch_items(engine: Engine, found: Found, items: dict[str, FoundItem]) -> None:
@@ -144,6 +164,7 @@ def _extend_lists(
     answers: Sequence[Answer],
     lists: list[list[tuple[str, float]]],
     items: dict[str, FoundItem],
+    without: Sequence[str] | None,
 ) -> None:
     """Extend the lists that show fewer than k results, or fewer images than the answer refers to."""
     depth = max(NEIGHBOURS, k)
@@ -159,7 +180,7 @@ def _extend_lists(
         if not short:
             return
         depth = min(2 * depth, limit)
-        found = engine.search(queries[short], depth)
+        found = _search(engine, queries[short], depth, None if without is None else [without[i] for i in short])
         _fetch_items(engine, found, items)
         for i, ids, distances in zip(short, found.ids, found.distances.tolist(), strict=True):
             listed = {id for id, _ in lists[i]}  # earlier results stay first: an engine may be approximate

@@ -20,7 +20,17 @@ from idml.search.gallery import Gallery
 from idml.server.limits import Limits
 from idml.server.metrics import CONTENT_TYPE, Metrics
 from idml.server.responses import ApiError, JsonResponse, OpenFileResponse, PageFiles, image_headers, json_text
-from idml.server.schemas import AddedItem, Error, GalleryInfo, GalleryMap, Health, ItemInfo, ItemPage, SearchAnswer
+from idml.server.schemas import (
+    AddedItem,
+    Error,
+    GalleryInfo,
+    GalleryMap,
+    Health,
+    ItemInfo,
+    ItemPage,
+    LabelPage,
+    SearchAnswer,
+)
 from idml.server.security import Keys, RequestGuard, Role
 from idml.server.service import Order, Service
 from idml.server.uploads import clean_label, open_image_file, read_form, read_header
@@ -46,7 +56,7 @@ def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[
         title="idml",
         description="Image search that knows when it does not know.",
         version=__version__,
-        docs_url=None,  # its page would load scripts from another host
+        docs_url=None,  # FastAPI's page would load scripts from another host; /docs is our own
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
@@ -56,7 +66,7 @@ def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[
     app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
     _add_page_routes(app, service, metrics)
     _add_read_routes(app, service)
-    _add_search_route(app, service)
+    _add_search_routes(app, service)
     _add_change_routes(app, service)
     return app
 
@@ -67,6 +77,10 @@ def _add_page_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return await files.response("index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def documentation() -> Response:
+        return await files.response("docs.html")
 
     @app.get("/static/{file}", include_in_schema=False)
     async def static(file: str) -> Response:
@@ -99,7 +113,11 @@ def _add_read_routes(app: FastAPI, service: Service) -> None:
         offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
         limit: Annotated[int, Query(ge=1, le=500)] = 60,
     ) -> Response:
-        """List items: in the order they were added, or the most uncertain first; all, or those with one label."""
+        """List items, all or those with one label.
+
+        They come in the order in which they were added, the most uncertain first, or mixed: in an order that depends
+        on their content alone, so that the first items are a sample of the whole gallery.
+        """
 
         def read_page() -> ItemPage:
             total, rows = service.listing().page(order, label or None, offset, limit)
@@ -108,6 +126,15 @@ def _add_read_routes(app: FastAPI, service: Service) -> None:
             return ItemPage(total=total, items=shown)
 
         return _json(await service.read(read_page))
+
+    @app.get("/api/labels", response_model=LabelPage, **_reading())
+    async def labels(
+        text: Annotated[str, Query(max_length=400)] = "",
+        offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+        limit: Annotated[int, Query(ge=1, le=500)] = 100,
+    ) -> Response:
+        """List the labels in alphabetical order, all or those that contain a text, with the number of their items."""
+        return _json(await service.read(lambda: service.listing().labels(text, offset, limit)))
 
     @app.get("/api/items/{id}", response_model=ItemInfo, **_reading(404))
     async def item(id: str) -> Response:
@@ -143,7 +170,7 @@ def _add_read_routes(app: FastAPI, service: Service) -> None:
         return _json(GalleryMap(points=await service.map()))
 
 
-def _add_search_route(app: FastAPI, service: Service) -> None:
+def _add_search_routes(app: FastAPI, service: Service) -> None:
     @app.post("/api/search", response_model=SearchAnswer, **_reading(408, 413, 415), openapi_extra=_form("image"))
     async def search(
         request: Request,
@@ -159,6 +186,17 @@ def _add_search_route(app: FastAPI, service: Service) -> None:
         fields = await read_form(request, ("image",))
         started = perf_counter()
         reply = await service.search(fields["image"], k, RiskTargets(max_error=max_error, max_missed=max_missed))
+        return _json(SearchAnswer.of(reply, perf_counter() - started))
+
+    @app.get("/api/items/{id}/similar", response_model=SearchAnswer, **_reading(404))
+    async def similar(
+        id: str,
+        k: Annotated[int, Query(ge=1, le=100)] = 12,
+        max_error: Annotated[float, Query(gt=0, lt=1)] = 0.05,
+    ) -> Response:
+        """Search for an item of the gallery. It is left out: the answer is that of a gallery that lacks this image."""
+        started = perf_counter()
+        reply = await service.search_item(id, k, RiskTargets(max_error=max_error))
         return _json(SearchAnswer.of(reply, perf_counter() - started))
 
 

@@ -49,17 +49,23 @@ class Guarantee(BaseModel):
 
 
 class GalleryInfo(BaseModel):
-    """The gallery. Guarantees hold if at most ``unknown_share`` of the queries have no right answer in it.
+    """The gallery and its name. Guarantees hold if at most ``unknown_share`` of the queries have no right answer in it.
 
-    ``writable`` says whether the sender of the request may change the gallery.
+    Of the calibration's unknown queries, the share ``recognised`` was answered *not in the collection*, and of its known
+    ones the share ``rejected``; null if that is not known. ``level_speaks`` says whether the uncertainty ‖u‖ was found to
+    be better than chance in this gallery. ``writable`` says whether the sender of the request may change the gallery.
     """
 
+    name: str
     items: int
     labelled: int
     classes: int
     model: str
     calibrated: bool
     unknown_share: float | None
+    recognised: float | None
+    rejected: float | None
+    level_speaks: bool
     drift: str
     writable: bool
     promises: list[Guarantee]
@@ -69,12 +75,16 @@ class GalleryInfo(BaseModel):
         """Describe the current state of a gallery."""
         status = gallery.status()
         return cls(
+            name=json_text(gallery.name),
             items=status.items,
             labelled=status.labelled,
             classes=status.classes,
             model=status.model,
             calibrated=status.calibrated,
             unknown_share=json_number(status.unknown_share),
+            recognised=json_number(getattr(gallery.calibration, "recognised", None)),
+            rejected=json_number(getattr(gallery.calibration, "rejected", None)),
+            level_speaks=bool(getattr(gallery.calibration, "level_speaks", False)),
             drift=status.drift,
             writable=status.writable,
             promises=[Guarantee.of(guarantee) for guarantee in gallery.guarantees()],
@@ -162,6 +172,20 @@ class ItemPage(BaseModel):
 
     total: int
     items: list[ItemInfo]
+
+
+class LabelCount(BaseModel):
+    """A label and the number of items that have it."""
+
+    label: str
+    items: int
+
+
+class LabelPage(BaseModel):
+    """Some of the labels in alphabetical order, and how many there are."""
+
+    total: int
+    labels: list[LabelCount]
 
 
 class AddedItem(BaseModel):

@@ -46,7 +46,8 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 _INTERNAL_ERROR = ApiError(500, "internal error, see the server's log")
-_PUBLIC = ("/", "/api/health", "/openapi.json")
+_PAGES = ("/", "/docs")
+_PUBLIC = (*_PAGES, "/api/health", "/openapi.json")
 SAFE = ("GET", "HEAD")
 
 
@@ -243,7 +244,7 @@ class _Response:
     """Sends the response: remembers its status and adds the security headers."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        self._policy = _PAGE if scope["path"] == "/" or scope["path"].startswith("/static/") else _DATA
+        self._policy = _PAGE if scope["path"] in _PAGES or scope["path"].startswith("/static/") else _DATA
         self._send = send
         self.status = 0  # nothing was sent yet
 

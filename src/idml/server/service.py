@@ -10,6 +10,7 @@ import asyncio
 import io
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,10 +30,10 @@ from idml.search.uploads import Upload
 from idml.server.limits import Budget, Limits
 from idml.server.metrics import Metrics
 from idml.server.responses import ApiError, json_text
-from idml.server.schemas import GalleryInfo, MapPoint
+from idml.server.schemas import GalleryInfo, LabelCount, LabelPage, MapPoint
 from idml.server.uploads import decode_upload, read_header
 
-Order = Literal["uncertain", "added"]
+Order = Literal["added", "uncertain", "mixed"]
 Search = Callable[[Sequence[Image], int, RiskTargets], Sequence[Reply]]
 T = TypeVar("T")
 log = logging.getLogger("idml.server")
@@ -86,6 +87,22 @@ class Service:
             async with self._pixels.reserve(header.pixels):
                 image = await self._run(self._decoders, decode_upload, data)
                 reply = await self._batcher.search(image, k, targets)
+        self._metrics.count_answer(reply.answer.state.value)
+        return reply
+
+    async def search_item(self, id: str, k: int, targets: RiskTargets) -> Reply:
+        """Search for an item of the gallery, without itself."""
+
+        def search() -> Reply:
+            item = self._get_item(id)
+            try:
+                return self.gallery.search_items([item.id], k, targets)[0]
+            except ValueError:
+                self._get_item(id)  # 404 if it is removed at that moment
+                raise
+
+        with self._queue_slot():
+            reply = await self._run(self._worker, search)
         self._metrics.count_answer(reply.answer.state.value)
         return reply
 
@@ -234,16 +251,28 @@ class Listing:
         items = [(item.id, item.label) for item in gallery.items()]
         self._ids, self._labels = [id for id, _ in items], [label for _, label in items]
         self._levels = gallery.engine.levels(self._ids).numpy()
-        self._most_uncertain_first = np.argsort(-self._levels, kind="stable")
+        self._orders = {
+            "uncertain": np.argsort(-self._levels, kind="stable").tolist(),
+            "mixed": sorted(range(len(self._ids)), key=self._ids.__getitem__),  # an id is a hash of the image
+        }
+        counts = Counter(json_text(label) for label in self._labels if label is not None)
+        self._counts = sorted(counts.items(), key=lambda pair: (pair[0].casefold(), pair[0]))
 
     def page(self, order: Order, label: str | None, offset: int, limit: int) -> tuple[int, list[tuple[str, float]]]:
         """Return how many items have the label (None: any), and the ids and levels of those on the page."""
-        rows = range(len(self._ids)) if order == "added" else self._most_uncertain_first.tolist()
+        rows: Sequence[int] = self._orders.get(order, range(len(self._ids)))
         total = len(self._ids)
         if label is not None:
             rows = [row for row in rows if (own := self._labels[row]) is not None and json_text(own) == label]
             total = len(rows)
         return total, [(self._ids[row], float(self._levels[row])) for row in islice(rows, offset, offset + limit)]
+
+    def labels(self, text: str, offset: int, limit: int) -> LabelPage:
+        """Return the labels that contain a text, ignoring case, with the number of their items."""
+        wanted = text.casefold()
+        found = [pair for pair in self._counts if wanted in pair[0].casefold()]
+        shown = found[offset : offset + limit]
+        return LabelPage(total=len(found), labels=[LabelCount(label=label, items=n) for label, n in shown])
 
 
 # -------------------- batches of queries --------------------

@@ -1,6 +1,6 @@
 // Shows the answer to a query and the images that were found.
 import { at, count, icon, make, number, percent, sentence } from "./dom.js";
-import { gallery } from "./gallery.js";
+import { gallery, uncertaintyCounts, withoutPromise } from "./gallery.js";
 import { smallTile, tile } from "./items.js";
 
 const STATES = {
@@ -8,13 +8,16 @@ const STATES = {
   unsure: { words: "Unsure", look: "unsure" },
   "not in the collection": { words: "Not in the collection", look: "novel" },
 };
+let shown = []; // the results: their label and list entry
+let chosen; // the label that the list is limited to; undefined: all
 
 /** Show that a search is running; keep the old answer if it is for the same image. */
 export function showWaiting(sameImage) {
   at("answer").setAttribute("aria-busy", "true");
   if (sameImage) return;
-  at("answer").replaceChildren(make("p", { className: "waiting" }, "Looking…"));
+  at("answer").replaceChildren(make("p", { className: "waiting card" }, "Looking…"));
   at("results").hidden = true;
+  chosen = undefined;
 }
 
 /** Remove the answer after an error. */
@@ -31,16 +34,20 @@ export function showReply(reply) {
   const verdict = make("h3", { className: "verdict" }, words);
   if (label !== null) verdict.append(": ", make("bdi", {}, label));
   const body = make("div", {}, verdict, make("p", { className: "reason" }, sentence(reply.reason)), ...chances(reply));
-  const notes = reply.notes.filter((note) => note !== gallery.drift); // shown next to the slider instead
-  for (const note of notes) body.append(make("p", { className: "note" }, sentence(note)));
+  for (const note of reply.notes.filter(isNews)) body.append(make("p", { className: "note" }, sentence(withoutPromise(note))));
   body.append(numbers(reply));
   at("answer").removeAttribute("aria-busy");
   at("answer").replaceChildren(make("div", { className: `answer ${look}` }, icon(look), body));
   const reading = at("found").contains(document.activeElement);
-  at("found").replaceChildren(...reply.results.map(found));
+  shown = reply.results.map((result) => ({ label: result.label, entry: found(result) }));
+  at("found").replaceChildren(...shown.map(({ entry }) => entry));
   at("results").hidden = reply.results.length === 0;
+  showLabels();
   if (reading && !at("results").hidden) at("results-title").focus(); // the focused element no longer exists
 }
+
+/** Whether a note says more than the page shows next to the slider anyway. */
+const isNews = (note) => ![gallery.drift, gallery.growth].includes(note) && !note.startsWith("not calibrated");
 
 /** The numbers behind the answer, as sentences. For “not in the collection”, how unusual the query is comes first. */
 function chances({ state, calibrated, probability, novelty }) {
@@ -54,28 +61,54 @@ function chances({ state, calibrated, probability, novelty }) {
 }
 
 /** Further numbers, in a closed section. */
-function numbers({ novelty, level, took_ms }) {
+function numbers({ novelty, level, took_ms, results }) {
   const facts = {
-    "Usual for the collection (p-value)": number(novelty),
-    "Uncertainty of your image": number(level),
+    "Images that belong here and are as unusual": novelty === null ? "–" : percent(novelty),
+    "Distance to the first result": number(results[0]?.distance),
+    ...(uncertaintyCounts() && { "Uncertainty of your image": number(level) }),
     "Answered in": `${Math.round(took_ms)} ms`,
   };
-  const list = make("dl", {});
-  for (const [term, fact] of Object.entries(facts)) list.append(make("dt", {}, term), make("dd", {}, fact));
+  const list = make("dl", { className: "numbers" });
+  for (const [term, fact] of Object.entries(facts)) list.append(make("div", {}, make("dt", {}, term), make("dd", {}, fact)));
   return make("details", {}, make("summary", {}, "In numbers"), list);
+}
+
+/** Buttons that limit the list to the results with one label. */
+function showLabels() {
+  const counts = new Map();
+  for (const { label } of shown) counts.set(label, (counts.get(label) ?? 0) + 1);
+  if (!counts.has(chosen)) chosen = undefined;
+  const group = at("found-labels");
+  group.hidden = counts.size < 2;
+  group.replaceChildren(chip("All", shown.length), ...[...counts].map(([label, n]) => chip(label ?? "no label", n, label)));
+  filter(chosen);
+}
+
+function chip(words, n, label) {
+  const button = make("button", { type: "button", className: "chip" }, make("bdi", {}, words));
+  button.append(make("span", { className: "count" }, ` ${n}`));
+  button.addEventListener("click", () => filter(label));
+  button.showsLabel = label;
+  return button;
+}
+
+function filter(label) {
+  chosen = label;
+  for (const each of shown) each.entry.hidden = label !== undefined && each.label !== label;
+  for (const button of at("found-labels").children) button.setAttribute("aria-pressed", button.showsLabel === label);
 }
 
 /** One result with its near duplicates. */
 function found(result) {
   const facts = [`distance ${number(result.distance)}`];
   if (result.probability !== null) facts.unshift(`${percent(result.probability)} likely`);
-  const button = tile(result, ...facts);
+  const item = tile(result, ...facts);
   if (result.probability !== null) {
     const bar = make("span", { className: "bar", "aria-hidden": "true" });
     bar.style.setProperty("--share", result.probability);
-    button.querySelector(".fact").after(bar);
+    item.querySelector(".fact").after(bar);
   }
-  return make("li", {}, button, result.duplicates.length ? duplicates(result.duplicates) : null);
+  return make("li", {}, item, result.duplicates.length ? duplicates(result.duplicates) : null);
 }
 
 function duplicates(ids) {

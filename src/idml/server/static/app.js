@@ -1,29 +1,53 @@
 // Starts the page: reads the gallery and shows the view named in the address.
+//
+//   #search        the first screen           #query         the answer to the user's own picture
+//   #similar/ID    images like an item        #browse/LABEL  all items, or those with a label
+//   #map           the map
 import { at, complain, telling } from "./dom.js";
 import { changeKey } from "./api.js";
 import { readGallery } from "./gallery.js";
-import { showAmbiguous } from "./ambiguous.js";
+import { showBrowse } from "./browse.js";
+import { showHome } from "./home.js";
 import { showMap } from "./map.js";
-import "./search.js";
+import { askFile, askItem, forget } from "./search.js";
 
-const VIEWS = { search: async () => {}, map: showMap, ambiguous: showAmbiguous };
-let shown = "search";
+const ROUTES = {
+  search: { view: "search", show: () => (forget(), showHome()) },
+  query: { view: "search", show: askFile },
+  similar: { view: "search", show: askItem },
+  browse: { view: "browse", show: showBrowse },
+  map: { view: "map", show: showMap },
+};
+const VIEWS = ["search", "browse", "map"];
+let shown = null;
+
+/** The text after the slash of an address; a damaged one is empty. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return "";
+  }
+}
 
 async function route() {
-  const view = location.hash.slice(1) || "search";
-  if (!(view in VIEWS)) return; // "#main" of the skip link
-  const moved = view !== shown;
-  shown = view;
-  for (const name of Object.keys(VIEWS)) at(`view-${name}`).hidden = name !== view;
+  const [, name, rest] = location.hash.match(/^#([a-z]*)\/?(.*)$/) ?? [null, "", ""];
+  const { view, show } = ROUTES[name || "search"] ?? {};
+  if (!show) return; // "#main" of the skip link
+  const moved = shown !== null && location.hash !== shown;
+  shown = location.hash;
+  for (const each of VIEWS) at(`view-${each}`).hidden = each !== view;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   if (moved) {
     at("error").textContent = "";
+    at("item-dialog").close(); // a link in it leads here
     at(`${view}-title`).focus({ preventScroll: true });
+    scrollTo(0, 0);
   }
-  await VIEWS[view]();
+  await show(decoded(rest));
 }
 
 async function start() {

@@ -1,8 +1,8 @@
-// Questions that wait for an answer: a confirmation, the API key.
+// Questions that wait for an answer: a confirmation, the API key, the part of a picture.
 import { at } from "./dom.js";
 
 /** Show a dialog and wait; return the value of the button that closed it, "" for Escape. */
-function answered(dialog) {
+export function answered(dialog) {
   return new Promise((resolve) => {
     dialog.returnValue = "";
     dialog.addEventListener("close", () => resolve(dialog.returnValue), { once: true });

@@ -1,8 +1,8 @@
 // The state of the gallery, the slider for the error rate, and the event that announces changes.
-import { at, count, percent, rate, sentence } from "./dom.js";
+import { at, count, make, percent, rate, sentence } from "./dom.js";
 import { json } from "./api.js";
 
-const USUAL = 0.05; // the default error rate of the service
+const USUAL = 0.05; // the default error rate of the service; the page never chooses a higher one by itself
 export const gallery = { calibrated: false, writable: false, promises: [] };
 
 /** Read the state again and show it in the header and at the slider. */
@@ -17,8 +17,8 @@ export async function readGallery() {
     gallery.writable ? "" : "read-only",
   ];
   at("gallery").textContent = parts.filter(Boolean).join(" · ");
-  at("drift").textContent = sentence(gallery.drift);
-  at("drift").hidden = !gallery.drift;
+  at("name").textContent = gallery.name;
+  document.title = `${gallery.name} · image search`;
   at("wish").hidden = !gallery.calibrated || gallery.promises.length === 0;
   at("uncalibrated").hidden = gallery.calibrated;
   if (!at("wish").hidden) placeSlider(before);
@@ -34,34 +34,50 @@ export async function changed(detail) {
 export const bareWarning = () =>
   gallery.labelled === gallery.items ? " It would be the only image without a label, and answers could no longer use labels." : "";
 
+/** Whether uncertainty may be shown: only where the calibration found that it says something about this gallery. */
+export const uncertaintyCounts = () => gallery.level_speaks === true;
+
+/** A line of the service about what no longer holds, without the word for what does. */
+export const withoutPromise = (words) => words.replace(/:? nothing is promised.*$/, "");
+
 const promise = () => gallery.promises[Number(at("max-error").value)];
 
 /** The chosen error rate; null if none can be chosen. */
 export const maxError = () => (at("wish").hidden ? null : promise().max_error);
 
-/** Set the slider: where it was before, else the first rate from the default on that can be promised, else the default. */
+/** Set the slider: where it was before, else to the default, else to the highest rate below it. */
 function placeSlider(before) {
-  const place = (fits) => gallery.promises.findIndex(fits);
-  const wanted = [
-    place(({ max_error }) => max_error === before),
-    place(({ max_error, possible }) => max_error >= USUAL && possible),
-    place(({ max_error }) => max_error === USUAL),
-  ];
-  at("max-error").max = gallery.promises.length - 1;
-  at("max-error").value = wanted.find((i) => i >= 0) ?? 0;
+  const rates = gallery.promises.map(({ max_error }) => max_error);
+  const wanted = rates.includes(before) ? before : Math.max(...rates.filter((each) => each <= USUAL));
+  at("max-error").max = rates.length - 1;
+  at("max-error").value = Math.max(rates.indexOf(wanted), 0);
   showPromise();
 }
 
 /** Describe the chosen error rate. */
 export function showPromise() {
-  const { max_error, confidence, possible, coverage, reason } = promise();
+  const { max_error, possible } = promise();
   const wish = `at most ${rate(max_error)}`;
+  const holds = possible && !gallery.drift;
   at("wished").textContent = wish;
-  at("max-error").setAttribute("aria-valuetext", possible ? wish : `${wish}, cannot be promised`);
-  at("promise").classList.toggle("refused", !possible);
-  at("promise").textContent = possible
-    ? `Promised, with ${percent(confidence)} confidence, ${condition()}. About ${percent(coverage)} of queries get a match; the others get “unsure” or “not in the collection”.`
-    : `Cannot promise that here: ${why(reason)} Nothing is called a match.`;
+  at("max-error").setAttribute("aria-valuetext", holds ? wish : `${wish}, without a guarantee here`);
+  at("promise").classList.toggle("refused", !holds);
+  at("promise").textContent = gallery.drift ? voided() : possible ? promised(promise()) : refused(promise());
+  showOpenSet();
+}
+
+const voided = () =>
+  `No error rate holds here now: ${sentence(withoutPromise(gallery.drift), { capital: false })} To mend this, run idml calibrate again.`;
+
+/** What holds. Promises that rest on few classes are approximate; a small growth of the gallery is covered. */
+function promised({ confidence, coverage, approximate }) {
+  const about = approximate ? " approximately (few classes were counted)" : "";
+  const words = [
+    `Promised${about}, with ${percent(confidence)} confidence, ${condition()}.`,
+    `About ${percent(coverage)} of queries get a match; the others get “unsure” or “not in the collection”.`,
+    gallery.growth ? sentence(gallery.growth) : "",
+  ];
+  return words.filter(Boolean).join(" ");
 }
 
 /** The queries for which the promise holds. */
@@ -70,5 +86,20 @@ const condition = () =>
     ? `where no more than about ${percent(gallery.unknown_share)} of queries show what is not in the collection`
     : "where all queries show what is in the collection";
 
-/** The reason of the service without its first words, which the page has shown already. */
-const why = (reason) => sentence(reason?.replace(/^cannot promise at most [^:]*: /, ""), { capital: false });
+/** Why a rate cannot be promised, and the smallest that can. The reason of the service begins with what is said already. */
+function refused({ reason }) {
+  const why = sentence(reason?.replace(/^cannot promise at most [^:]*: /, ""), { capital: false });
+  const least = gallery.promises.find(({ possible }) => possible);
+  const hint = least ? ` The smallest rate that can be promised here is ${rate(least.max_error)}.` : "";
+  return `Cannot promise that here: ${why} Nothing is called a match.${hint}`;
+}
+
+/** The two figures of “not in the collection”. */
+function showOpenSet() {
+  const facts = { "unknown images recognised": gallery.recognised, "known images wrongly rejected": gallery.rejected };
+  const shown = Object.entries(facts).filter(([, share]) => typeof share === "number");
+  at("open-set").hidden = shown.length === 0 || Boolean(gallery.drift);
+  at("open-set").replaceChildren(
+    ...shown.map(([words, share]) => make("div", {}, make("dt", {}, words), make("dd", {}, percent(share)))),
+  );
+}

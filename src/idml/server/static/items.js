@@ -1,38 +1,53 @@
 // One image of the gallery: its tile in a grid, and the dialog that shows, relabels and deletes it.
 import { at, complain, make, number, say, telling } from "./dom.js";
 import { call, itemPath, json, show } from "./api.js";
-import { bareWarning, changed, gallery } from "./gallery.js";
+import { bareWarning, changed, gallery, uncertaintyCounts } from "./gallery.js";
 import { confirmed } from "./dialogs.js";
 
 let current = null; // the item in the dialog
 
-const name = ({ id, path }) => path?.split("/").pop() || id.slice(0, 8);
+export const fileName = ({ id, path }) => path?.split("/").pop() || id.slice(0, 8);
 const called = (label) => (label === null ? "no label" : `“${label}”`);
 
+/** An item in words, for those who do not see it. */
+export const spoken = (item) => (item.label ? `${item.label}, ${fileName(item)}` : fileName(item));
+
 /** An img that shows an item; if that fails, its text is shown. */
-function picture(item, part, words) {
+export function picture(item, part, words) {
   const image = make("img", { alt: words });
   image.addEventListener("error", () => image.classList.add("missing"));
   show(image, itemPath(item.id, part));
   return image;
 }
 
-/** A button with the thumbnail, the label and some facts, that opens the item. */
+/** A link to the images that are like an item. */
+export function similarLink(item, className, ...children) {
+  const link = make("a", { className, href: `#similar/${encodeURIComponent(item.id)}` }, ...children);
+  link.dataset.id = item.id;
+  return link;
+}
+
+/** A button that opens an item, with its thumbnail, label and some facts; below it “more like this”. */
 export function tile(item, ...facts) {
   const button = make("button", { type: "button", className: "tile" });
-  button.append(picture(item, "/thumbnail", `Image ${name(item)}`), make("span", { dir: "auto" }));
+  button.append(picture(item, "/thumbnail", `Image ${fileName(item)}`), make("span", { dir: "auto" }));
   button.dataset.id = item.id;
   setLabel(button, item.label);
   for (const fact of facts) button.append(make("span", { className: "fact" }, fact));
   button.addEventListener("click", telling(() => openItem(item.id)));
-  return button;
+  const more = similarLink(item, "more", "More like this");
+  more.setAttribute("aria-label", `More like this: ${spoken(item)}`);
+  return make("div", { className: "item" }, button, more);
 }
+
+/** Facts of an item for its tile. */
+export const uncertainty = ({ level }) => (uncertaintyCounts() ? [`uncertainty ${number(level)}`] : []);
 
 /** Write the label on a tile. */
 export function setLabel(button, label) {
   const words = button.querySelector("img + span");
   words.className = label === null ? "label none" : "label";
-  words.textContent = label ?? "no label";
+  words.textContent = label ?? (gallery.labelled ? "no label" : "");
 }
 
 /** A small picture of an item of which only the id is known. */
@@ -51,12 +66,15 @@ export async function openItem(id) {
 
 function fill() {
   at("item-title").textContent = current.label ?? "No label";
-  const whole = picture(current, current.path ? "/image" : "/thumbnail", `Image ${name(current)}`);
+  const whole = picture(current, current.path ? "/image" : "/thumbnail", `Image ${fileName(current)}`);
   whole.addEventListener("error", () => whole.replaceWith(picture(current, "/thumbnail", whole.alt)), { once: true });
   at("item-picture").replaceChildren(whole);
-  const facts = { File: current.path || "not kept", Uncertainty: number(current.level), Id: current.id };
+  at("item-similar").href = `#similar/${encodeURIComponent(current.id)}`;
+  at("item-label-link").href = `#browse/${encodeURIComponent(current.label ?? "")}`;
+  at("item-label-link").hidden = current.label === null;
+  const facts = { File: current.path || "not kept", ...(uncertaintyCounts() && { Uncertainty: number(current.level) }), Id: current.id };
   at("item-facts").replaceChildren(
-    ...Object.entries(facts).flatMap(([term, fact]) => [make("dt", {}, term), make("dd", { dir: "auto" }, fact)]),
+    ...Object.entries(facts).map(([term, fact]) => make("div", {}, make("dt", {}, term), make("dd", { dir: "auto" }, fact))),
   );
   at("item-edit").hidden = !gallery.writable;
   at("item-label").value = current.label ?? "";
@@ -100,3 +118,5 @@ const inDialog = (action) => (event) =>
 
 at("item-edit").addEventListener("submit", inDialog(relabel));
 at("item-delete").addEventListener("click", inDialog(remove));
+at("item-similar").addEventListener("click", () => at("item-dialog").close()); // also if the address stays the same
+at("item-label-link").addEventListener("click", () => at("item-dialog").close());

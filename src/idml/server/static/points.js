@@ -1,4 +1,4 @@
-// Draws the points of the map: position, colour and shape, and which one is selected.
+// The points of the map: position, colour and shape, the camera, and which point is near.
 
 const SHAPES = ["circle", "square", "triangle", "diamond"]; // in addition to colour
 const MARGIN = 14;
@@ -32,16 +32,30 @@ export function ranks(levels) {
   return levels.map((level) => place.get(level));
 }
 
-/** Compute the position of every point on the canvas, with one scale for both directions. */
-export function place(points, width, height) {
+/** Compute the position of every point on the canvas, with one scale for both directions; the camera zooms and moves. */
+export function place(points, width, height, { zoom, dx, dy }) {
   const span = (key) => points.reduce(([a, b], p) => [Math.min(a, p[key]), Math.max(b, p[key])], [Infinity, -Infinity]);
   const [left, right] = span("x");
   const [low, high] = span("y");
-  const scale = Math.min((width - 2 * MARGIN) / (right - left || 1), (height - 2 * MARGIN) / (high - low || 1));
+  const scale = zoom * Math.min((width - 2 * MARGIN) / (right - left || 1), (height - 2 * MARGIN) / (high - low || 1));
   for (const p of points) {
-    p.left = width / 2 + scale * (p.x - (left + right) / 2);
-    p.top = height / 2 - scale * (p.y - (low + high) / 2);
+    p.left = width / 2 + dx + scale * (p.x - (left + right) / 2);
+    p.top = height / 2 + dy - scale * (p.y - (low + high) / 2);
   }
+}
+
+/** The camera after zooming by a factor, with the given place of the canvas held still; from 1, everything, to 40. */
+export function zoomed({ zoom, dx, dy }, factor, left, top, width, height) {
+  const next = Math.min(Math.max(zoom * factor, 1), 40);
+  const by = next / zoom;
+  const [x, y] = [left - width / 2, top - height / 2];
+  return bounded({ zoom: next, dx: x - (x - dx) * by, dy: y - (y - dy) * by }, width, height);
+}
+
+/** The camera, moved back where it would show nothing. */
+export function bounded({ zoom, dx, dy }, width, height) {
+  const limit = (value, side) => Math.min(Math.max(value, -(zoom - 1) * (side / 2)), (zoom - 1) * (side / 2));
+  return { zoom, dx: limit(dx, width), dy: limit(dy, height) };
 }
 
 /** Draw one shape. */
