@@ -1,8 +1,8 @@
 """Takes the pictures of the search page: docs/search_page.png (desktop) and docs/search_phone.png.
 
-idml serve GALLERY, then: python docs/screenshots.py http://127.0.0.1:8000/ QUERY.png [QUERY.png]
+idml serve GALLERY, then: python docs/screenshots.py http://127.0.0.1:8000/ QUERY.png
 
-The first query is asked on the desktop, the last one on the phone. Needs Chromium and playwright.
+The desktop shows the answer to the query, the phone the first screen. Needs Chromium and playwright.
 """
 
 import argparse
@@ -11,21 +11,26 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-DESKTOP = {"viewport": {"width": 1200, "height": 980}}
-PHONE = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
+DESKTOP = {"viewport": {"width": 1280, "height": 860}}
+PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
+LOADED = "[...document.querySelectorAll('img[src]')].every((image) => image.complete)"
 
 
-def take(browser: Any, url: str, query: Path, target: Path, options: dict[str, Any]) -> None:
-    """Ask the page with an image, and write what is seen then."""
+def take(browser: Any, url: str, query: Path | None, target: Path, options: dict[str, Any]) -> None:
+    """Open the page, ask it with an image if there is one, and write what is seen then."""
     context = browser.new_context(color_scheme="light", reduced_motion="reduce", **options)
     page = context.new_page()
     page.goto(url)
-    page.set_input_files("#file", query)
-    page.locator("#answer .verdict").wait_for()
+    page.locator("#wall img").first.wait_for()
+    if query is not None:
+        page.set_input_files("#file", query)
+        page.locator("#answer .verdict").wait_for()
+        print(f"{target.name}: {query.name} is answered “{page.locator('#answer .verdict').inner_text()}”")
     page.wait_for_load_state("networkidle")  # the thumbnails
+    while not page.evaluate(LOADED):
+        page.wait_for_timeout(50)
     page.evaluate("window.scrollTo(0, 0)")
     page.screenshot(path=target)
-    print(f"{target.name}: {query.name} is answered “{page.locator('#answer .verdict').inner_text()}”")
     context.close()
 
 
@@ -33,7 +38,7 @@ def main() -> None:
     """Write both pictures beside this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="of the running service; one that needs no key")
-    parser.add_argument("query", nargs="+", type=Path, help="an image to ask with")
+    parser.add_argument("query", type=Path, help="an image to ask with")
     asked = parser.parse_args()
     program = shutil.which("chromium")
     if program is None:
@@ -42,8 +47,8 @@ def main() -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        take(browser, asked.url, asked.query[0], FOLDER / "search_page.png", DESKTOP)
-        take(browser, asked.url, asked.query[-1], FOLDER / "search_phone.png", PHONE)
+        take(browser, asked.url, asked.query, FOLDER / "search_page.png", DESKTOP)
+        take(browser, asked.url, None, FOLDER / "search_phone.png", PHONE)
         browser.close()
 
 

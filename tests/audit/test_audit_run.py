@@ -3,16 +3,19 @@
 import csv
 import io
 import json
+import math
 import os
 import re
 import shutil
 import tarfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import idml.audit.findings
 from idml.audit import run as auditing
 from idml.audit.decisions import (
     DECISIONS_FILE,
@@ -95,6 +98,20 @@ def decide(out, finding, decision, label=""):
     append_decision(out, Decision(current_time(), *about, decision, label, finding["checksum"]))
 
 
+@pytest.mark.parametrize(
+    ("near", "score", "words"),
+    [
+        ([1, 1, 0], 0.5, "1.65 times as far from the other images of 'a' as from those of 'b'; {}2 are 'b' and 1 'a'"),
+        ([1, 0, 0], 3.0, "20 times as far from the other images of 'a' as from those of 'b'; {}"),
+        ([2, 2, 2], 0.004, "slightly farther from the other images of 'a' than from those of 'b'; {}"),
+    ],
+)
+def test_the_reason_of_a_wrong_label(near, score, words):
+    subject = SimpleNamespace(images=SimpleNamespace(classes=["a", "b", "c"]), labels=torch.tensor(near))
+    open = "of the 3 nearest, " if near[1] == 1 else "its nearest images do not decide between the two"
+    assert idml.audit.findings._explain_label(subject, (1, 0), score, [0, 1, 2]) == words.format(open)
+
+
 def test_planted_problems_are_found(first):
     out, result, notes = first
     wrong = findings(out, "mislabelled")
@@ -103,8 +120,20 @@ def test_planted_problems_are_found(first):
         ("class 7/copy.png", "class 7", "class 1"),
     }
     assert wrong[0]["score"] > wrong[1]["score"] > 0
-    assert "the other images fit 'class" in wrong[0]["why"]
-    assert {p["label"] for p in wrong[0]["partners"]} <= {wrong[0]["label"], wrong[0]["suggested"]}
+    for found in wrong:  # the reason is what decided, and nothing that is said or shown contradicts it
+        own, other = found["label"], found["suggested"]
+        told = re.fullmatch(
+            rf"(?:slightly farther|([\d.]+) times as far) from the other images of '{own}' (?:as|than) from those of "
+            rf"'{other}'; (?:of the 10 nearest, (\d+) are '{other}' and (\d+) '{own}'"
+            "|its nearest images do not decide between the two)",
+            found["why"],
+        )
+        assert told[1] is None or float(told[1]) == pytest.approx(math.exp(found["score"]), abs=0.006)
+        assert told[2] is None or int(told[2]) > int(told[3])
+        shown = [partner["label"] for partner in found["partners"]]
+        assert shown[:2] == [other, own]
+        assert {*shown} == {own, other}
+        assert found["image"] not in [partner["image"] for partner in found["partners"]]
     copies = findings(out, "duplicate")
     assert copies[0]["image"] == "class 7/copy.png"
     assert copies[0]["suggested"] == "class 1"

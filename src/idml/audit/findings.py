@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -160,6 +161,14 @@ class AuditInput:
         """Return its split."""
         return self.images.splits[int(self.numbers[row])]
 
+    def nearest_of(self, label: int, row: int, count: int) -> tuple[tuple[int, float], ...]:
+        """Return the images of a class that are nearest to an image, without itself, each with its distance."""
+        rows = torch.nonzero(self.labels == label).flatten()
+        rows = rows[rows != row]
+        distances = torch.linalg.vector_norm(self.embeddings[rows].unit - self.embeddings[[row]].unit, dim=1)
+        order = distances.argsort(stable=True)[:count]
+        return self.partners(rows[order].tolist(), distances[order].tolist())
+
     def partners(self, rows: Sequence[int], distances: Sequence[float]) -> tuple[tuple[int, float], ...]:
         """Convert rows to image numbers, each with its distance."""
         return tuple((int(self.numbers[row]), d) for row, d in zip(rows, distances, strict=True))
@@ -198,25 +207,28 @@ def _list_mislabelled(subject: AuditInput, scores: LabelScores, found: Neighbour
     order = _top_rows(scores.score, doubtful, "mislabelled")
     if len(order) < doubtful:
         notes.append(f"{doubtful:,} images look more like another class; the {len(order):,} most suspicious are listed")
-    labels, findings = subject.labels, []
+    findings = []
     for row in order:
-        suggested = int(scores.suggested[row])
-        rows, distances = _neighbours_of(found, row)
-        theirs = labels[rows].tolist()
-        both = (suggested, int(labels[row]))
-        few = [[i for i, label_there in enumerate(theirs) if label_there == label][: _SHOWN // 2] for label in both]
-        chosen = sorted(few[0] + few[1]) or list(range(len(rows)))[:_SHOWN]
-        name, own = subject.images.classes[suggested], subject.label(row)
-        counts = [sum(label == wanted for label in theirs[:_NEAR]) for wanted in both]
-        seen = min(_NEAR, len(rows))
-        why = (
-            f"the other images fit {name!r} better than {own!r}; "
-            f"of the {seen} nearest, {counts[0]} are {name!r} and {counts[1]} {own!r}"
-        )
-        partners = subject.partners([rows[i] for i in chosen], [distances[i] for i in chosen])
+        both = (int(scores.suggested[row]), int(subject.labels[row]))
+        partners = [subject.nearest_of(label, row, _SHOWN // 2) for label in both]
         number, score = int(subject.numbers[row]), float(scores.score[row])
-        findings.append(Finding("mislabelled", number, score, name, why, partners))
+        why = _explain_label(subject, both, score, _neighbours_of(found, row)[0][:_NEAR])
+        supporting = tuple(image for pair in zip_longest(*partners) for image in pair if image is not None)
+        findings.append(Finding("mislabelled", number, score, subject.images.classes[both[0]], why, supporting))
     return findings
+
+
+def _explain_label(subject: AuditInput, both: tuple[int, int], score: float, near: list[int]) -> str:
+    """Say what decided (the distances to the classes), and what the nearest images say if they say the same."""
+    name, own = (subject.images.classes[label] for label in both)
+    ratio = math.exp(score)
+    times = f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+    more, than = ("slightly farther", "than") if ratio < 1.01 else (f"{times} times as far", "as")
+    why = f"{more} from the other images of {own!r} {than} from those of {name!r}"
+    counts = [int((subject.labels[near] == label).sum()) for label in both]
+    if counts[0] <= counts[1]:
+        return f"{why}; its nearest images do not decide between the two"
+    return f"{why}; of the {len(near)} nearest, {counts[0]} are {name!r} and {counts[1]} {own!r}"
 
 
 def _list_ambiguous(subject: AuditInput, found: Neighbours) -> list[Finding]:

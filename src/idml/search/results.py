@@ -119,7 +119,9 @@ def _search(engine: Engine, queries: Embeddings, k: int, without: Sequence[str] 
         return engine.search(queries, k)
     found = engine.search(queries, k + 1)
     columns = max(found.distances.shape[1] - 1, 0)
-    places = [[i for i, id in enumerate(row) if id != own][:columns] for row, own in zip(found.ids, without, strict=True)]
+    places = [
+        [i for i, id in enumerate(row) if id != own][:columns] for row, own in zip(found.ids, without, strict=True)
+    ]
     ids = [[row[i] for i in kept] for row, kept in zip(found.ids, places, strict=True)]
     return Found(ids, found.distances.gather(1, torch.tensor(places, dtype=torch.long).view(len(ids), columns)))
 

@@ -51,9 +51,10 @@ class Guarantee(BaseModel):
 class GalleryInfo(BaseModel):
     """The gallery and its name. Guarantees hold if at most ``unknown_share`` of the queries have no right answer in it.
 
-    Of the calibration's unknown queries, the share ``recognised`` was answered *not in the collection*, and of its known
-    ones the share ``rejected``; null if that is not known. ``level_speaks`` says whether the uncertainty ‖u‖ was found to
-    be better than chance in this gallery. ``writable`` says whether the sender of the request may change the gallery.
+    Of the calibration's unknown queries, the share ``recognised`` was answered *not in the collection*, and of its
+    known ones the share ``rejected``; null if that is not known. ``level_speaks`` says whether the uncertainty ‖u‖ was
+    found to be better than chance in this gallery. ``writable`` says whether the sender of the request may change the
+    gallery.
     """
 
     name: str

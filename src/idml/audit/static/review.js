@@ -63,19 +63,35 @@ function verdict(item) {
   return `${DONE[decision]}${label ? ` to ${label}` : ""} on ${time.slice(0, 10)}.`;
 }
 
-function partner(found, item) {
+function partner(found) {
   const entry = document.createElement("li");
   const figure = document.createElement("figure");
   const image = document.createElement("img");
   const caption = document.createElement("figcaption");
   image.src = `/api/thumbnails/${found.number}`;
   image.alt = `${found.image}, ${found.label}`;
-  if (item.suggested && found.label === item.suggested) image.className = "same";
   caption.textContent = `${found.label} (${found.split}), ${found.distance.toFixed(3)}`;
   caption.title = found.image;
   figure.append(image, caption);
   entry.append(figure);
   return entry;
+}
+
+// The images that support the finding, under a heading for each group.
+function partners(item) {
+  const groups = item.kind !== "mislabelled"
+    ? [[item.kind === "duplicate" ? "Its duplicates" : "Its nearest images", item.partners]]
+    : [[`Nearest images of ${item.suggested} (suggested)`, item.partners.filter((found) => found.label === item.suggested)],
+       [`Nearest images of ${item.label} (its label)`, item.partners.filter((found) => found.label !== item.suggested)]];
+  return groups.map(([words, members]) => {
+    const group = document.createElement("section");
+    const title = document.createElement("h3");
+    const list = document.createElement("ul");
+    title.textContent = words;
+    list.append(...members.map(partner));
+    group.append(title, list);
+    return group;
+  });
 }
 
 function show(reply) {
@@ -93,8 +109,7 @@ function show(reply) {
   at("image").src = `/api/images/${item.number}`;
   at("image").alt = `${item.image}, labelled ${item.label}`;
   at("caption").textContent = `${item.image}: labelled ${item.label}, in ${item.split}, score ${item.score.toFixed(3)}`;
-  at("partners-title").textContent = item.kind === "duplicate" ? "Its duplicates" : "Its nearest images";
-  at("partners").replaceChildren(...item.partners.map((found) => partner(found, item)));
+  at("partners").replaceChildren(...partners(item));
   at("label").value = item.suggested;
   at("title").focus({preventScroll: true});
 }
