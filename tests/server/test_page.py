@@ -279,7 +279,8 @@ class TestPromises:
         ask(page)
         page.get_by_label("Wrong matches I accept").fill("0")
         expect(page.locator("#promise")).to_have_text(
-            "Cannot promise that here: there are 100 calibration queries, at least 384 are needed. "
+            "Cannot promise at most 1 % wrong answers here: "
+            "there are 100 calibration queries, at least 384 are needed. "
             "Nothing is called a match. The smallest rate that can be promised here is 5 %."
         )
         expect(verdict(page)).to_have_text("Unsure")

@@ -86,12 +86,11 @@ const condition = () =>
     ? `where no more than about ${percent(gallery.unknown_share)} of queries show what is not in the collection`
     : "where all queries show what is in the collection";
 
-/** Why a rate cannot be promised, and the smallest that can. The reason of the service begins with what is said already. */
+/** Why a rate cannot be promised, in the words of the service, and the smallest that can. */
 function refused({ reason }) {
-  const why = sentence(reason?.replace(/^cannot promise at most [^:]*: /, ""), { capital: false });
   const least = gallery.promises.find(({ possible }) => possible);
   const hint = least ? ` The smallest rate that can be promised here is ${rate(least.max_error)}.` : "";
-  return `Cannot promise that here: ${why} Nothing is called a match.${hint}`;
+  return `${sentence(reason)} Nothing is called a match.${hint}`;
 }
 
 /** The two figures of “not in the collection”. */
