@@ -64,6 +64,7 @@ class StandIn:
         self.items = made_items()
         self.calibrated, self.writable, self.drift, self.level_speaks = True, True, "", True
         self.later: dict = {}  # further facts about the gallery
+        self.feedback: list[dict] = []
         self.drawing = 0  # how many requests for the map are told to wait
         self.key: str | None = None
         self.refuse: dict[str, tuple[int, str]] = {}  # "METHOD path": status, reason
@@ -105,7 +106,13 @@ class StandIn:
         told["unknown_share"] = 0.25 if self.calibrated else None
         told |= {"recognised": 0.574 if self.calibrated else None, "rejected": 0.048 if self.calibrated else None}
         told |= {"level_speaks": self.level_speaks, "writable": self.writable}
-        return {**counts, **told, "promises": promises if self.calibrated else [], **self.later}
+        return {
+            **counts,
+            **told,
+            "promises": promises if self.calibrated else [],
+            **self.later,
+            **({"feedback": len(self.feedback)} if self.later.get("feedback") is not None else {}),
+        }
 
     def page(self, order: str, label: str, start: int, size: int) -> dict:
         """A page of items; mixed is backwards here."""
@@ -205,6 +212,17 @@ class _Handler(BaseHTTPRequestHandler):
         match asked.method, asked.path.split("/")[1:]:
             case "GET", ["api", "gallery"]:
                 self._json(service.gallery())
+            case "GET", ["api", "feedback"]:
+                self._json({"feedback": service.feedback})
+            case "POST", ["api", "feedback"]:
+                right, (_, label) = asked.fields["verdict"][1] == b"right", asked.fields.get("label", (None, None))
+                told = "gull" if right else label and label.decode()
+                name = asked.fields["image"][0]
+                service.feedback.append({"id": name, "query": name, "right": right, "found": "gull", "label": told})
+                self._json(service.feedback[-1], 201)
+            case "DELETE", ["api", "feedback", id]:
+                service.feedback = [each for each in service.feedback if each["id"] != id]
+                self._send(204)
             case "GET", ["api", "map"]:
                 service.drawing -= 1
                 self._json(*(({"points": service.points()},) if service.drawing < 0 else ({"status": "drawing"}, 202)))

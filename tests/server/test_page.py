@@ -224,6 +224,49 @@ class TestAnswers:
         expect(page.locator("#item-facts")).to_contain_text("birds/021.png")
 
 
+class TestFeedback:
+    def test_answers_are_judged_and_judgements_deleted(self, service, visit, expect):
+        service.later = {"feedback": 0}
+        page = visit(service.url)
+        ask(page)
+        expect(page.locator("#judge-list")).to_be_hidden()
+        page.get_by_role("button", name="Yes, right").click()
+        expect(page.locator("#said")).to_contain_text("Thank you.")
+        expect(page.locator("#judge")).to_be_hidden()
+        ask(page, NOVEL)
+        page.get_by_role("button", name="No, wrong").click()
+        page.get_by_label("What does it show?").fill(" puffin ")
+        assert_readable(page)
+        page.keyboard.press("Enter")
+        expect(page.locator("#judge")).to_be_hidden()
+        fields = [
+            {name: value for name, (_, value) in each.fields.items()}
+            for each in service.requests("POST", "/api/feedback")
+        ]
+        assert fields == [
+            {"image": MATCH["buffer"], "verdict": b"right"},
+            {"image": NOVEL["buffer"], "verdict": b"wrong", "label": b"puffin"},
+        ]
+        ask(page, UNSURE)
+        page.get_by_role("button", name="2 judgements kept").click()
+        dialog = page.get_by_role("dialog")
+        expect(dialog.locator("li")).to_contain_text(["match.png: right (gull)", "novel.png: wrong (puffin)"])
+        assert_readable(page)
+        dialog.get_by_role("button", name="Delete: match.png").click()
+        expect(dialog.locator("li")).to_have_count(1)
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("button", name="1 judgement kept")).to_be_visible()
+
+    def test_nothing_is_offered_where_nothing_is_kept(self, service, visit, expect):
+        page = visit(service.url)
+        ask(page)
+        expect(page.locator("#judge")).to_be_hidden()
+        service.later, service.writable = {"feedback": 0}, False
+        page.reload()
+        ask(page)
+        expect(page.locator("#judge")).to_be_hidden()
+
+
 class TestPromises:
     def test_the_slider_changes_the_promise_and_asks_again(self, service, visit, expect):
         page = visit(service.url)

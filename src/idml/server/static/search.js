@@ -5,6 +5,7 @@ import { bareWarning, changed, gallery, maxError, readGallery, showPromise } fro
 import { confirmed } from "./dialogs.js";
 import { showNothing, showReply, showWaiting } from "./answer.js";
 import { cropped } from "./crop.js";
+import { offerJudgement } from "./feedback.js";
 import { fileName, picture } from "./items.js";
 
 const SHOWN = 24; // number of results
@@ -28,7 +29,7 @@ export function forget() {
   showNothing();
   at("ask").classList.remove("asked");
   at("view-search").classList.remove("asked");
-  for (const id of ["query-picture", "crop", "add"]) at(id).hidden = true;
+  for (const id of ["query-picture", "crop", "judge", "add"]) at(id).hidden = true;
   at("drop-words").textContent = "Drop a picture here, paste one, or";
 }
 
@@ -45,6 +46,7 @@ async function ask(next) {
     const reply = await requested(next, signal);
     showReply(reply);
     at("error").textContent = "";
+    offerJudgement(next.file, reply.results);
     at("add").hidden = !gallery.writable || !next.file;
     if (!same) at("answer").scrollIntoView({ block: "nearest" });
   } catch (problem) {
@@ -71,7 +73,7 @@ async function preview({ file, whole, item }, signal) {
   at("view-search").classList.add("asked");
   at("query-picture").hidden = false;
   at("drop-words").textContent = "Another one? Drop it, paste it, or";
-  at("add").hidden = at("crop").hidden = true;
+  at("add").hidden = at("judge").hidden = at("crop").hidden = true;
   at("add-label").value = "";
   if (file) {
     const image = make("img", { alt: `Your picture ${file.name}` });

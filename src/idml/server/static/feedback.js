@@ -1,0 +1,64 @@
+// “Was this right?”: judgements about the first result, which the next calibration uses; listed and deletable.
+// The service keeps them if /api/gallery has their number as "feedback".
+import { at, count, make, say, telling } from "./dom.js";
+import { call, json } from "./api.js";
+import { gallery, readGallery } from "./gallery.js";
+
+let judged = null; // the file of the present query
+
+/** Offer to judge the answer to a file, or to nothing. */
+export function offerJudgement(file, results) {
+  judged = file;
+  at("judge").hidden = !file || !results.length || !gallery.writable || typeof gallery.feedback !== "number";
+  at("judge-wrong").hidden = true;
+  at("judge-label").value = "";
+  showCount();
+}
+
+function showCount() {
+  at("judge-list").hidden = !gallery.feedback;
+  at("judge-list").textContent = count(gallery.feedback ?? 0, "judgement") + " kept";
+}
+
+async function judge(verdict) {
+  const body = new FormData();
+  const label = at("judge-label").value.trim();
+  body.append("image", judged, judged.name || "image");
+  body.append("verdict", verdict);
+  if (verdict === "wrong" && label) body.append("label", label);
+  await call("api/feedback", { method: "POST", body });
+  await readGallery();
+  offerJudgement(judged, []); // once for each answer
+  say("Thank you. The next idml calibrate uses what you said.");
+}
+
+async function list() {
+  const { feedback } = await json("api/feedback");
+  at("feedback-list").replaceChildren(...feedback.map(entry));
+  if (!at("feedback-dialog").open) at("feedback-dialog").showModal();
+}
+
+function entry({ id, query, right, label }) {
+  const words = `${query}: ${right ? "right" : "wrong"}${label === null ? "" : ` (${label})`}`;
+  const button = make("button", { type: "button", className: "danger" }, "Delete");
+  button.setAttribute("aria-label", `Delete: ${words}`);
+  button.addEventListener("click", telling(async () => {
+    await call(`api/feedback/${encodeURIComponent(id)}`, { method: "DELETE" });
+    await readGallery();
+    showCount();
+    await list();
+    at("feedback-title").focus();
+  }));
+  return make("li", {}, make("bdi", {}, words), button);
+}
+
+at("judge-yes").addEventListener("click", telling(() => judge("right")));
+at("judge-no").addEventListener("click", () => {
+  at("judge-wrong").hidden = false;
+  at("judge-label").focus();
+});
+at("judge").addEventListener("submit", telling((event) => {
+  event.preventDefault();
+  return judge("wrong");
+}));
+at("judge-list").addEventListener("click", telling(list));
