@@ -86,3 +86,44 @@ def distance_weighted(
     drawn = torch.multinomial(weight[rows], most, replacement=True, generator=generator)
     keep = torch.arange(most, device=drawn.device) < wanted[rows].unsqueeze(1)
     return rows.unsqueeze(1).expand_as(drawn)[keep], drawn[keep]
+
+
+def histogram_bins(distances: Tensor, bins: int, low: float, high: float) -> Tensor:
+    """Return the bin of each distance, of ``bins`` equal ones between ``low`` and ``high``; the ends take the rest.
+
+    >>> histogram_bins(torch.tensor([0.0, 0.15, 0.35, 9.0]), 3, 0.1, 0.4)
+    tensor([0, 0, 2, 2])
+    """
+    places = (distances - low) * (bins / (high - low))
+    return places.floor().long().clamp_(0, bins - 1)
+
+
+@torch.no_grad()
+def histogram_negatives(
+    distances: Tensor,
+    matches: Tensor,
+    histogram: Tensor,
+    *,
+    low: float = 0.1,
+    high: float = 1.4,
+    whole_batch: bool = False,
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one negative for each positive pair, with probability ∝ histogram[bin of its distance to the anchor].
+
+    With ``whole_batch`` positives can be drawn too, as in PADS (Roth et al., 2020), but never the anchor itself.
+    Returns the pairs (anchors, drawn), in the order of the positive pairs; an anchor without a candidate draws none.
+    """
+    positive, negative = pair_masks(matches)
+    candidates = (positive | negative) if whole_batch else negative
+    weight = histogram[histogram_bins(distances, len(histogram), low, high)] * candidates
+    wanted = positive.sum(dim=1) * (weight.sum(dim=1) > 0)
+    most = int(wanted.max()) if len(wanted) else 0
+    if most == 0:
+        none = torch.empty(0, dtype=torch.long, device=distances.device)
+        return none, none
+    generator = None if seed is None else torch.Generator(distances.device).manual_seed(seed)
+    rows = wanted.nonzero().squeeze(1)
+    drawn = torch.multinomial(weight[rows], most, replacement=True, generator=generator)
+    keep = torch.arange(most, device=drawn.device) < wanted[rows].unsqueeze(1)
+    return rows.unsqueeze(1).expand_as(drawn)[keep], drawn[keep]

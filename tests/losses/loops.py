@@ -3,6 +3,8 @@
 Vectors are 1-D tensors, pair values 0-D tensors in lists of lists, so that gradients flow; labels are Python sets.
 """
 
+import math
+
 import torch
 
 # --- the value of one pair, from normalised semantic vectors s, t and raw uncertainty vectors u, v ---
@@ -186,6 +188,54 @@ def circle(c, sets, relaxation=0.4, scale=80.0, columns=None):
         if near and far:
             terms.append(torch.log1p(sum(near) * sum(far)))
     return mean_of_positive(terms)
+
+
+def ranked_list(
+    d,
+    sets,
+    alpha=1.2,
+    margin=0.4,
+    temperature=10.0,
+    positive_temperature=0.0,
+    positive_weight=1.0,
+    negative_weight=1.0,
+    columns=None,
+):
+    total = 0.0
+    for i in range(len(sets)):
+        far = [d[i][j] for j in positives(i, sets, columns) if d[i][j] > alpha - margin]
+        near = [d[i][j] for j in negatives(i, sets, columns) if d[i][j] < alpha]
+        for values, sign, threshold, heat, share in (
+            (far, 1, alpha - margin, positive_temperature, positive_weight),
+            (near, -1, alpha, temperature, negative_weight),
+        ):
+            weights = [math.exp(heat * sign * (x.item() - threshold)) for x in values]  # constants to the gradient
+            if values:
+                terms = [w * sign * (x - threshold) for w, x in zip(weights, values, strict=True)]
+                total = total + share * sum(terms) / sum(weights)
+    return total / len(sets)
+
+
+def rankmi(d, sets, sampled, layers, slope=4.0, offset=1.2, columns=None):
+    """``layers`` are the critic's weights and biases; ``sampled`` lists the (anchor, negative) pairs."""
+
+    def value(x, parameters):
+        (a, b), (c, e), (f, g) = parameters
+        hidden = torch.relu(c @ torch.relu(a[:, 0] * x + b) + e)
+        return f[0] @ hidden + g[0] + slope * (offset - x)
+
+    def cost(pulled, pushed, parameters):
+        one = torch.ones((), dtype=torch.float64)
+        cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
+        pulls = [cross_entropy(value(x, parameters), one) for x in pulled]
+        pushes = [cross_entropy(value(x, parameters), 0 * one) for x in pushed]
+        return mean(pulls) + mean(pushes)
+
+    near = [d[i][j] for i in range(len(sets)) for j in positives(i, sets, columns)]
+    far = [d[i][j] for i in range(len(sets)) for j in negatives(i, sets, columns)]
+    fixed = [(weight.detach(), bias.detach()) for weight, bias in layers]
+    critic = cost([x.detach() for x in near], [x.detach() for x in far], layers)
+    return critic + cost(near, [d[i][j] for i, j in sampled], fixed)
 
 
 # --- losses over proxies: values[i][class], the classes of image i are sets[i] ---

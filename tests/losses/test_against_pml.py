@@ -5,9 +5,9 @@ import torch
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners
 
-from idml import IntrospectiveMetric, LabelSets
+from idml import Embeddings, IntrospectiveMetric, LabelSets
 from idml.labels import pair_masks
-from idml.losses import build_loss
+from idml.losses import build_loss, ranked_list
 from idml.losses.margin_dw import margin_of_pairs
 from idml.mining import distance_weighted
 
@@ -105,3 +105,72 @@ def test_margin_on_the_same_pairs(images, classes, seed):
     assert_same(ours_on_same, theirs, [x], [x])
     if kept.all():
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("images", "classes", "seed"), BATCHES)
+@pytest.mark.parametrize("parameters", [{}, {"Tp": 2.0, "imbalance": 0.3, "alpha": 1.1}])
+def test_ranked_list_has_the_value_of_theirs(images, classes, seed, parameters):
+    """Not the gradient: theirs runs through the weights, which the authors keep constant."""
+    x, labels = batch(images, classes, seed)
+    share = parameters.get("imbalance", 0.5)
+    weights = {"positive_weight": 1 - share, "negative_weight": share}
+    ours = build_loss(
+        "ranked_list", metric=OFF, margin=0.4, temperature=5.0, alpha=parameters.get("alpha", 1.2),
+        positive_temperature=parameters.get("Tp", 0.0), **weights,
+    )(x, labels)  # fmt: skip
+    theirs = pml.RankedListLoss(margin=0.4, Tn=5, **parameters)(x, labels)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # they add 1e-5 to every weight below the line
+
+
+def test_ranked_list_between_the_mean_and_the_hardest_negative():
+    x, labels = batch(20, 4, 0)
+    d = OFF.distances(x.detach())
+    negative = pair_masks(LabelSets(labels).matches())[1] & (d < 1.2)
+    found = negative.any(dim=1)
+    mean = ((1.2 - d) * negative).sum(dim=1)[found] / negative.sum(dim=1)[found]
+    hardest = (1.2 - d.masked_fill(~negative, 2.0).amin(dim=1))[found]
+    for temperature, expected in ((0.0, mean), (1e4, hardest)):
+        loss = build_loss("ranked_list", metric=OFF, temperature=temperature, positive_weight=0.0)
+        assert float(loss(x, labels)) == pytest.approx(float(expected.sum() / 20), rel=1e-4)
+
+
+@pytest.mark.parametrize("metric", [OFF, IntrospectiveMetric()])
+def test_ranked_list_that_moves_only_the_query(metric):
+    """Σ_i over L_i(s_i, constant gallery): the gradient of the authors, one query at a time."""
+    x, labels = batch(16, 4, 1)
+    e = Embeddings(x, 0.1 * torch.ones_like(x))
+    whole, query = (build_loss("ranked_list", metric=metric, gallery_gradient=g) for g in (1.0, 0.0))
+    assert float(query(e, labels)) == pytest.approx(float(whole(e, labels)), rel=1e-6)
+    (found,) = torch.autograd.grad(query(e, labels), x)
+    expected = torch.zeros_like(x)
+    for i in range(len(x)):
+        others = x.detach().clone()
+        moving = others[i].clone().requires_grad_()
+        rows = torch.cat([others[:i], moving[None], others[i + 1 :]])
+        d = metric.distances(Embeddings(rows, 0.1 * torch.ones_like(rows)))
+        one = torch.zeros_like(d).index_fill_(0, torch.tensor([i]), 1.0)
+        row = d * one + d.detach() * (1 - one)  # the other rows are other queries
+        value = ranked_list(row, LabelSets(labels).matches())
+        expected[i] = torch.autograd.grad(value, moving)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    (full,) = torch.autograd.grad(whole(e, labels), x)
+    assert torch.nn.functional.cosine_similarity(full.flatten(), found.flatten(), dim=0) < 0.999
+
+
+def test_the_critic_of_rankmi_finds_the_divergence():
+    """At V = log p₊/p₋ the bound is J = 2·JSD(p₊‖p₋) − log 4; the critic's loss comes close to −J by training."""
+    grid = torch.linspace(0.1, 1.9, 400)
+    near, far = (torch.exp(-0.5 * ((grid - centre) / 0.2) ** 2) for centre in (0.8, 1.1))
+    near, far = near / near.sum(), far / far.sum()
+    middle = (near + far) / 2
+    divergence = 0.5 * sum((p * (p / middle).log()).sum() for p in (near, far))
+    loss = build_loss("rankmi", metric=OFF)
+    optimiser = torch.optim.Adam(loss.critic.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimiser.zero_grad()
+        v = loss.critic(grid[:, None]).squeeze(1) + 4.0 * (1.2 - grid)
+        value = (near * torch.nn.functional.softplus(-v)).sum() + (far * torch.nn.functional.softplus(v)).sum()
+        value.backward()
+        optimiser.step()
+    assert float(value) == pytest.approx(float(torch.log(torch.tensor(4.0)) - 2 * divergence), abs=0.01)
+    assert float(value) > float(torch.log(torch.tensor(4.0)) - 2 * divergence) - 1e-4

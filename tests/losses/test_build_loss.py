@@ -16,7 +16,7 @@ def images(n=6, d=4):
 def test_the_names_of_the_contract():
     assert {
         "triplet_semihard", "proxy_nca", "fast_ap", "contrastive", "margin_dw", "multi_similarity", "proxy_anchor",
-        "softmax", "soft_triple", "circle", "proxy_nca_pp",
+        "softmax", "soft_triple", "circle", "proxy_nca_pp", "ranked_list", "rankmi",
     } == set(LOSSES)  # fmt: skip
 
 
@@ -96,6 +96,7 @@ Y = torch.tensor([0, 0, 1, 1, 2, 2])
             lambda: build_loss("softmax", num_classes=3, embedding_dim=4).to("meta")(images(), Y),
             "the proxies are on meta but embeddings are on cpu",
         ),
+        (lambda: build_loss("ranked_list", gallery_gradient=2.0), "gallery_gradient must lie in 0 … 1, got 2.0"),
         (lambda: contrastive(torch.zeros(3, 3), torch.zeros(3, 3)), "matches must be bool"),
         (
             lambda: contrastive(torch.zeros(3, 3), torch.zeros(3, 1, dtype=torch.bool)),

@@ -30,7 +30,12 @@ OTHER_PARAMETERS = {
     "soft_triple": {"centers_per_class": 3, "scale": 9.0, "entropy": 0.5, "margin": 0.2},
     "circle": {"relaxation": 0.25, "scale": 20.0},
     "proxy_nca_pp": {"temperature": 0.5},
-}
+    "ranked_list": {
+        "alpha": 1.1, "margin": 0.6, "temperature": 3.0, "positive_temperature": 2.0, "positive_weight": 0.3,
+        "negative_weight": 0.7,
+    },
+    "rankmi": {"slope": 2.0, "offset": 0.9},
+}  # fmt: skip
 
 
 def vectors(rows, spread, seed):
@@ -89,9 +94,13 @@ def check(name, metric, kind, proxy_options=None, **parameters):
     loss = build(name, metric, classes, **(proxy_options or {}), **parameters)
     ours = loss(Embeddings(s, u), label_sets, seed=7)
     assert ours > 0
-    if name == "margin_dw":
+    if name in ("margin_dw", "rankmi"):
         drawn = distance_weighted(metric.distances(Embeddings(s, u)), label_sets.matches(), DIM, seed=7)
         parameters["sampled"] = list(zip(*(x.tolist() for x in drawn), strict=True))
+    if name == "rankmi":
+        torch.nn.init.normal_(loss.critic[-1].weight, std=0.3)  # it starts at 0
+        ours = loss(Embeddings(s, u), label_sets, seed=7)
+        parameters["layers"] = [(layer.weight, layer.bias) for layer in loss.critic[::2]]
     proxies = (loss.proxies, loss.proxy_uncertainty) if name in PROXY else ()
     expected = getattr(loops, name)(looped_pairs(metric, loss.form, s, u, *proxies), sets, **parameters)
     gradients = assert_same(ours, expected, [s, u, *loss.parameters()], 1e-8 if name in SOFTPLUS else 1e-10)

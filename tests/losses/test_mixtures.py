@@ -45,7 +45,9 @@ def looped(loss, s, u, sets, parameters, others=None):
         pairs = looped_pairs(metric, loss.form, s, u)
     else:
         pairs, extra = looped_pairs(metric, loss.form, s, u, *others[:2]), {"columns": others[2]}
-    if name == "margin_dw":
+    if name == "rankmi":
+        extra["layers"] = [(layer.weight, layer.bias) for layer in loss.critic[::2]]
+    if name in ("margin_dw", "rankmi"):
         columns = sets if others is None else others[2]
         matches = LabelSets.of(sets).matches(LabelSets.of(columns))
         matrix = metric.distances(Embeddings(s, u), None if others is None else Embeddings(*others[:2]))

@@ -15,6 +15,8 @@ from idml.losses.multi_similarity import MultiSimilarity, multi_similarity
 from idml.losses.proxy_anchor import ProxyAnchor, proxy_anchor
 from idml.losses.proxy_nca import ProxyNCA, proxy_nca
 from idml.losses.proxy_nca_pp import ProxyNCAPlusPlus, proxy_nca_pp
+from idml.losses.ranked_list import RankedList, ranked_list
+from idml.losses.rankmi import RankMI, rankmi
 from idml.losses.soft_triple import SoftTriple, soft_triple
 from idml.losses.softmax import Softmax, softmax
 from idml.losses.triplet_semihard import TripletSemihard, triplet_semihard
@@ -32,6 +34,8 @@ LOSSES: dict[str, type[MetricLoss]] = {
     "soft_triple": SoftTriple,
     "circle": Circle,
     "proxy_nca_pp": ProxyNCAPlusPlus,
+    "ranked_list": RankedList,
+    "rankmi": RankMI,
 }
 
 
@@ -78,6 +82,8 @@ __all__ = [
     "proxy_anchor",
     "proxy_nca",
     "proxy_nca_pp",
+    "ranked_list",
+    "rankmi",
     "soft_triple",
     "softmax",
     "triplet_semihard",

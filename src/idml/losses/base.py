@@ -71,7 +71,8 @@ class MetricLoss(nn.Module):
         except ValueError as error:
             raise ValueError(f"{type(self).__name__} reads {self.form}s, but {error}") from None
 
-    def _pairs(self, e: Embeddings, other: Embeddings | None = None) -> Tensor:
+    def pairs(self, e: Embeddings, other: Embeddings | None = None) -> Tensor:
+        """Return the pair matrix that the loss reads: D or C' of every pair."""
         return self.metric.distances(e, other) if self.form == "distance" else self.metric.cosines(e, other)
 
     def _checked(self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor) -> tuple[Embeddings, LabelSets]:
@@ -129,11 +130,12 @@ class PairLoss(MetricLoss):
         if other is None or other_labels is None:
             if other is not None or other_labels is not None:
                 raise ValueError("other and other_labels go together")
-            return self._loss(self._pairs(e), sets.matches(), False, e.semantic.shape[1], seed)
+            return self.loss_of_pairs(self.pairs(e), sets.matches(), False, e.semantic.shape[1], seed)
         columns, column_sets = self._checked(other, other_labels)
-        return self._loss(self._pairs(e, columns), sets.matches(column_sets), True, e.semantic.shape[1], seed)
+        return self.loss_of_pairs(self.pairs(e, columns), sets.matches(column_sets), True, e.semantic.shape[1], seed)
 
-    def _loss(self, pairs: Tensor, matches: Tensor, others: bool, dim: int, seed: int | None) -> Tensor:
+    def loss_of_pairs(self, pairs: Tensor, matches: Tensor, others: bool, dim: int, seed: int | None) -> Tensor:
+        """Return the loss of a pair matrix in ``dim`` dimensions; ``others``: its columns are other images."""
         return type(self).function(pairs, matches, others, **self.parameters_of_loss)
 
     def mean_weight(self, embeddings: Embeddings) -> float:
@@ -178,7 +180,7 @@ class ProxyLoss(MetricLoss):
         if self.proxies.device != e.semantic.device:
             raise ValueError(f"the proxies are on {self.proxies.device} but embeddings are on {e.semantic.device}")
         assert self.num_classes is not None
-        pairs = self._pairs(e, self.proxy_embeddings())
+        pairs = self.pairs(e, self.proxy_embeddings())
         return type(self).function(pairs, sets.in_classes(self.num_classes), **self.parameters_of_loss)
 
     def mean_weight(self, embeddings: Embeddings) -> float:
