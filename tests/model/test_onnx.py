@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import asdict
 from functools import cache
 
 import numpy as np
@@ -16,7 +15,7 @@ from PIL import Image
 
 import idml
 from idml.model import onnx as export
-from idml.model.model import FILE, build_model, fingerprint, load_model, save_model
+from idml.model.model import FILE, ModelConfig, build_model, fingerprint, load_model, save_model
 from idml.model.onnx import export_onnx, open_session, read_onnx
 from idml.search.embedder import open_embedder, prepare_image
 
@@ -25,6 +24,9 @@ VARIANTS = {
     "gaussian": {"uncertainty": "gaussian"},
     "grey": {"in_chans": 1, "detach": True, "image_size": 33},
     "lite0": {"trunk": "tf_efficientnet_lite0", "image_size": 64},
+    "slices": {"head": "slices", "slices": ("a", "b"), "training_slices": ("c",)},
+    "relations": {"head": "relations", "slices": ("a", "b")},
+    "attention": {"head": "shared", "slices": ("a", "b"), "branching": "attention"},
     "transformer": {"trunk": "test_vit", "image_size": 32, "pretrained": False},
 }
 
@@ -110,7 +112,7 @@ def test_what_the_file_says(exported):
     told = {entry.key: entry.value for entry in proto.metadata_props}
     assert told["idml.version"] == idml.__version__
     assert told["idml.fingerprint"] == result["fingerprint"] == fingerprint(folder / FILE)
-    assert json.loads(told["idml.config"]) == asdict(model.config)
+    assert ModelConfig(**json.loads(told["idml.config"])) == model.config
     data = path.read_bytes()
     assert result["bytes"] == len(data)
     assert b".py" not in data  # where the code lay on the machine is nobody's business

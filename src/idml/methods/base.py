@@ -5,8 +5,10 @@ The training loop knows no method by name. It asks a method, in this order:
     Options                  the options that exist only with this method, as a frozen dataclass
     check_options            whether they make sense together with the loss and with what is trained
     model_options            what the method needs of the model, as fields of `ModelConfig`
+    attach                   the model that is trained, for a method that reads it
     learning_rate_factors    how fast the method's own parameters learn
     start_epoch              what it does before an epoch, such as clustering the training images
+    plan                     which images are in each batch of an epoch
     add_images               what it adds to a batch, such as mixtures
     loss                     the loss of a batch from its embeddings, in named terms
     measure, warn            what it adds to the log, and what a person should be told
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from idml.data.augment import Batch, apply_ambiguity
+from idml.data.sampling import class_batches, random_batches
 from idml.embeddings import Embeddings
 from idml.losses import MetricLoss, build_loss
 from idml.metric import IntrospectiveMetric
+from idml.model import Model
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +53,30 @@ class Task:
     """The class of every training image. `Method.loss` gets the places of a batch's images in it."""
     seed: int = 0
     """The seed of the run."""
+    epochs: int = 1
+    """How many epochs the run has."""
+    train: str = "all"
+    """What learns: all, last or heads."""
 
     def build_loss(self, metric: IntrospectiveMetric, **options: Any) -> MetricLoss:
-        """The metric loss of the run, with pairs compared by ``metric``."""
+        """The metric loss of the run, with pairs compared by ``metric``.
+
+        ``options`` may hold another ``embedding_dim`` or ``num_classes``, for a loss over a slice of the embedding.
+        """
         parameters: dict[str, Any] = {**self.loss_parameters, **options}
-        return build_loss(
-            self.loss, metric=metric, num_classes=self.classes, embedding_dim=self.embedding_dim, **parameters
-        )
+        sizes: dict[str, Any] = {"num_classes": self.classes, "embedding_dim": self.embedding_dim}
+        return build_loss(self.loss, metric=metric, **{**sizes, **parameters})
+
+
+LEARNING_RATES = {"proxy_uncertainty": 1.0, "critic": 10.0, "class_beta": 5.0}
+"""Learning rates of parts of losses, in units of the model's. Proxies learn at ``proxy_lr``: an uncertainty of theirs
+would grow too long within a few steps at that rate."""
+
+
+def learning_rate_factor(name: str, otherwise: float) -> float:
+    """The learning rate of a parameter with this name, in units of the model's."""
+    known = [rate for part, rate in LEARNING_RATES.items() if part in name.split(".")]
+    return known[0] if known else otherwise
 
 
 class Method(nn.Module):
@@ -64,6 +85,11 @@ class Method(nn.Module):
     Options: ClassVar[type]
     """The method's own options: a frozen dataclass whose fields all have a default."""
     options: Any
+    plans_batches: ClassVar[bool] = False
+    """Whether `plan` depends on the method's state. Its frozen features are then kept for each image, without
+    mixtures."""
+    embed: Callable[[], tuple[Tensor, Embeddings]] | None = None
+    """What `start_epoch` gets, at any time of a training run; None outside of one."""
 
     def __init__(self, options: Any, task: Task) -> None:
         super().__init__()
@@ -81,19 +107,34 @@ class Method(nn.Module):
     def learning_rate_factors(self) -> dict[str, float]:
         """The learning rate of each of the method's own parameters, in units of the model's.
 
-        A learned uncertainty of proxies learns as fast as the model. At the rate of the proxies it would grow too
-        long within a few steps.
+        Parts of losses have those of `LEARNING_RATES`, everything else that of the proxies.
         """
         names = [name for name, _ in self.named_parameters()]
-        return {name: 1.0 if name.endswith("proxy_uncertainty") else self.task.proxy_lr for name in names}
+        return {name: learning_rate_factor(name, self.task.proxy_lr) for name in names}
 
     def start_epoch(self, epoch: int, embed: Callable[[], tuple[Tensor, Embeddings]]) -> None:
         """Prepare an epoch; ``embed`` gives the places in ``task.labels`` of all readable images, and their embeddings.
 
-        These are seen as in a test. A resumed epoch is not started again: what it needs is in the method's buffers.
+        These are what `loss` gets of images that are seen as in a test. A resumed epoch is not started again: what it
+        needs is in the method's buffers.
         """
 
+    def attach(self, model: Model) -> None:
+        """Get to know the model that is trained; it is complete, but its weights may still be replaced."""
+
     # ---- what a batch consists of ----
+
+    def plan(self, usable: Tensor, *, batch_size: int, per_class: int, epoch: int) -> list[Tensor]:
+        """The places in ``task.labels`` of the images of each batch of an epoch; ``usable`` are those of all images.
+
+        A resumed epoch is planned again, so the plan follows from the seed, the epoch and the method's buffers.
+        """
+        labels, seed = self.task.labels[usable], self.task.seed
+        if per_class:
+            batches = class_batches(labels, batch_size, per_class, seed=seed, epoch=epoch)
+        else:
+            batches = random_batches(labels, batch_size, seed=seed, epoch=epoch)
+        return [usable[batch] for batch in batches]
 
     @classmethod
     def mixture_kinds(cls, ambiguity: Sequence[str]) -> tuple[str, ...]:
@@ -128,7 +169,8 @@ class Method(nn.Module):
     def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
         """The terms of a batch's loss by name; their sum is minimised.
 
-        ``embeddings`` has one row for each image of ``batch``, those that were added last. ``numbers`` are the places
+        ``embeddings`` has one row for each image of ``batch``, those that were added last. With slices, or whatever
+        else `model_options` asked for, they are `Model.outputs` and not yet normalised. ``numbers`` are the places
         of the others in ``task.labels``. ``seed`` fixes random choices.
         """
         raise NotImplementedError

@@ -61,16 +61,24 @@ class Trunk(nn.Module):
         positions = self.positions(images)
         return positions.mean(dim=1) + positions.amax(dim=1)
 
+    def split(self) -> "Stages":
+        """The trunk in two parts; a trunk whose last stage is not known is a ``ValueError``."""
+        return Stages(self)
+
     def positions(self, images: Tensor) -> Tensor:
         """Return the features before pooling [n, positions, width]."""
+        return self.positions_of(self.network, images)
+
+    def positions_of(self, network: nn.Module, images: Tensor) -> Tensor:
+        """The same for a network that expects the same images."""
         images = images.contiguous(memory_format=torch.channels_last)
-        x: Tensor = cast(Any, self.network).forward_features((images - self.mean) / self.deviation)
+        x: Tensor = cast(Any, network).forward_features((images - self.mean) / self.deviation)
         if not isinstance(x, Tensor):
-            raise ValueError(f"{type(self.network).__name__} gives several feature maps: it cannot be a trunk")
+            raise ValueError(f"{type(network).__name__} gives several feature maps: it cannot be a trunk")
         if x.ndim == 3:
-            class_token = 1 if hasattr(self.network, "cls_token") else 0
-            return x[:, int(getattr(self.network, "num_prefix_tokens", class_token)) :]
-        if getattr(self.network, "output_fmt", "NCHW") == "NHWC":
+            class_token = 1 if hasattr(network, "cls_token") else 0
+            return x[:, int(getattr(network, "num_prefix_tokens", class_token)) :]
+        if getattr(network, "output_fmt", "NCHW") == "NHWC":
             return x.flatten(1, 2)
         return x.flatten(2).transpose(1, 2)
 
@@ -210,17 +218,23 @@ class Stages:
 
     def features(self, activations: Tensor) -> Tensor:
         """Return the trunk's pooled features [n, width] for the last stage's inputs."""
+        positions = self.positions(activations)
+        return positions.mean(dim=1) + positions.amax(dim=1)
+
+    def positions(self, activations: Tensor) -> Tensor:
+        """Return the trunk's features at every position [n, positions, width] for the last stage's inputs."""
         x = activations.to(self.trunk.mean.dtype).contiguous(memory_format=torch.channels_last)
-        positions = self.last(x).flatten(2).transpose(1, 2)
-        pooled: Tensor = positions.mean(dim=1) + positions.amax(dim=1)
-        return pooled
+        out: Tensor = self.last(x).flatten(2).transpose(1, 2)
+        return out
 
 
 def _split_network(network: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    n: Any = cast(Any, network)
+    if isinstance(network, Conv4):
+        return list(n.layers[:-3]), list(n.layers[-3:])
     from timm.models.efficientnet import EfficientNet
     from timm.models.resnet import ResNet
 
-    n: Any = cast(Any, network)
     if isinstance(network, ResNet):
         return [n.conv1, n.bn1, n.act1, n.maxpool, n.layer1, n.layer2, n.layer3], [n.layer4]
     if isinstance(network, EfficientNet) and len(n.blocks) > 2:

@@ -28,17 +28,20 @@ class FeatureCache:
     ONNX Runtime computes the features if ``images``, the number of images ahead, is large enough. Rows of the two
     runtimes differ in the last bits and are stored in files of their own. With ``keep`` the exported trunk is stored
     too. Activations come from torch and are stored in float16, half the size; docs/training.md says what that costs.
+    With ``grid`` the pooled features are followed by those of a map of grid × grid positions, as activations are.
     """
 
-    def __init__(self, model: Model, *, images: int, last: bool = False, keep: bool = True) -> None:
-        self.model, self.last, self.keep = model, last, keep
-        self.name = "activations-" if last else ""
-        self.dtype: type[np.generic] = np.float16 if last else np.float32
+    def __init__(self, model: Model, *, images: int, last: bool = False, keep: bool = True, grid: int = 0) -> None:
+        self.model, self.last, self.keep, self.grid = model, last, keep, 0 if last else grid
+        self.name = "activations-" if last else "maps-" if self.grid else ""
+        self.dtype: type[np.generic] = np.float16 if last or self.grid else np.float32
         size = model.trunk.image_size
-        probe = torch.zeros(1, model.config.in_chans, size, size, device=model.semantic.weight.device)
-        self.runtime = "onnx" if not last and export_pays(model.trunk, images) else "torch"
+        probe = torch.zeros(1, model.config.in_chans, size, size, device=model.device)
+        exportable = not last and not self.grid and model.config.branching == "none"
+        self.runtime = "onnx" if exportable and export_pays(model.trunk, images) else "torch"
         self.session: TrunkSession | None = None
-        self.shape: tuple[int, ...] = self.compute(probe).shape[1:] if last else (model.trunk.width,)
+        width = model.trunk.width * (1 + self.grid**2)
+        self.shape: tuple[int, ...] = self.compute(probe).shape[1:] if last else (width,)
 
     @torch.no_grad()
     def compute(self, images: Tensor) -> NDArray[Any]:
@@ -47,10 +50,14 @@ class FeatureCache:
         if self.session is not None:
             return self.session.features(images).numpy()
         with evaluation_mode(self.model.trunk):
-            out = self.model.stages.activations(images) if self.last else self.model.features(images)
+            if self.last:
+                out = self.model.stages.activations(images)
+            else:
+                out = self.model.features_with_map(images, self.grid) if self.grid else self.model.features(images)
         rows = out.float().cpu().numpy().astype(self.dtype, copy=False)
-        if self.last and not np.isfinite(rows).all():
-            raise ValueError("the activations before the trunk's last stage do not fit float16")
+        if self.dtype == np.float16 and not np.isfinite(rows).all():
+            what = "activations before the trunk's last stage" if self.last else "features of the trunk's positions"
+            raise ValueError(f"the {what} do not fit float16")
         return rows
 
     def load_rows(
@@ -71,9 +78,9 @@ class FeatureCache:
             path = self._path(name, pixels, what)  # of torch, if the trunk cannot be exported
         return cached_array(path, (*shape, *self.shape), self.dtype, fill)
 
-    def load_view(self, pixels: Pixels, view: View, progress: Count) -> NDArray[Any]:
+    def load_view(self, pixels: Pixels, view: View = CLEAN, progress: Count = silent) -> NDArray[Any]:
         """Return the rows of the usable images in a view, from the cache or computed now."""
-        usable, size, device = pixels.usable, self.model.trunk.image_size, self.model.semantic.weight.device
+        usable, size, device = pixels.usable, self.model.trunk.image_size, self.model.device
 
         def fill(array: NDArray[Any]) -> None:
             for part in torch.arange(len(usable)).split(64):
@@ -98,13 +105,13 @@ class FeatureCache:
     def _key(self, pixels: Pixels, what: tuple[object, ...]) -> str:
         """Return a hash of the part of the trunk that is not trained, the images and all else the rows depend on."""
         part = self.model.stages.below if self.last else self.model.trunk
-        what = ("before the last stage", *what) if self.last else what
+        what = ("before the last stage", *what) if self.last else ("maps", self.grid, *what) if self.grid else what
         return hash_weights(part, repr((self.model.config.network, pixels.images.version, pixels.side, what)))
 
 
 def compute_features(model: Model, images: Tensor) -> Tensor:
     """Compute the trunk's features of images, without a cache."""
-    cache, device = FeatureCache(model, images=len(images)), model.semantic.weight.device
+    cache, device = FeatureCache(model, images=len(images)), model.device
     return torch.cat([torch.from_numpy(cache.compute(part.to(device))) for part in images.split(64)])
 
 
@@ -121,24 +128,26 @@ def embed_view(
     *,
     keep: bool,
     last: bool = False,
+    outputs: bool = False,
     progress: Count = silent,
 ) -> Embeddings:
     """Embed the usable images in a view.
 
     With ``keep`` the trunk's features are stored in the cache; with ``last`` too, the inputs of its last stage. Without
-    ``keep``, a model in training mode is not exported: its weights change with the next step.
+    ``keep``, a model in training mode is not exported: its weights change with the next step. With ``outputs`` the
+    result is what a loss reads (`Model.outputs`) instead of the embeddings.
     """
-    images = len(pixels.usable)
+    images, size, device = len(pixels.usable), model.trunk.image_size, model.device
     if keep and last:
         rows = FeatureCache(model, images=images, last=True).load_view(pixels, view, progress)
-        return model.embed_activations(torch.from_numpy(rows[i : i + 256].copy()) for i in range(0, len(rows), 256))
-    if keep:
-        return model.embed_features(load_features(model, pixels, view, progress=progress))
-    cache = FeatureCache(model, images=0 if model.training else images, keep=False)
-    size, parts = model.trunk.image_size, []
-    device = model.semantic.weight.device
+        batches = (torch.from_numpy(rows[i : i + 256].copy()) for i in range(0, len(rows), 256))
+        return model.embed_activations(batches, outputs=outputs)
+    if keep and not (outputs and model.config.maps):
+        return model.embed_features(load_features(model, pixels, view, progress=progress), outputs=outputs)
+    grid = model.config.maps if outputs else 0
+    cache, parts = FeatureCache(model, images=0 if model.training else images, keep=False, grid=grid), []
     for numbers in pixels.usable.split(64):
         features = cache.compute(view.images(pixels, numbers, size).to(device))
-        parts.append(model.embed_features(torch.from_numpy(features)))
+        parts.append(model.embed_features(torch.from_numpy(features).float(), outputs=outputs))
         progress(sum(map(len, parts)), images)
     return Embeddings.cat(parts)

@@ -29,11 +29,14 @@ from idml.model.backbones import (
     read_safetensors,
     read_weights,
 )
+from idml.model.branches import BRANCHINGS, build_branches
+from idml.model.heads import LinearHead, Slices, build_head
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
 LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
 LOG_VARIANCE_RANGE = (-14.0, 4.0)
+HEADS = ("linear", "slices", "logits", "parts", "logit_parts", "shared", "relations", "composed")
 START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
 
 
@@ -58,8 +61,33 @@ class ModelConfig:
     """Name of the local file that the trunk started from, if any. Nothing reads that file again."""
     weights_sha256: str | None = None
     """SHA-256 of that file."""
+    head: str = "linear"
+    """The semantic head: linear, or one with slices (`idml.model.heads`)."""
+    slices: tuple[str, ...] = ()
+    """Names of the slices of s, which have equal sizes; none for a linear head."""
+    training_slices: tuple[str, ...] = ()
+    """Names of further slices of that size, which exist in training alone."""
+    branching: str = "none"
+    """Whether the trunk has several branches: none, ensemble or attention (`idml.model.branches`)."""
+    maps: int = 0
+    """Side of the square map of positions that the loss reads beside the pooled features; 0: none."""
 
     def __post_init__(self) -> None:
+        for name in ("slices", "training_slices"):  # JSON has lists
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list) or not all(isinstance(word, str) for word in value):
+                raise ValueError(f"{name} must be a list of names, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        if self.head not in HEADS:
+            raise ValueError(unknown_name("head", self.head, HEADS))
+        if (self.head == "linear") is bool(self.slices):
+            raise ValueError(f"a {self.head} head {'has no' if self.slices else 'needs the names of its'} slices")
+        if len({*self.slices, *self.training_slices}) < len(self.slices) + len(self.training_slices):
+            raise ValueError(f"the names of slices must differ, got {[*self.slices, *self.training_slices]}")
+        if self.branching not in BRANCHINGS:
+            raise ValueError(unknown_name("branching", self.branching, BRANCHINGS))
+        if type(self.maps) is not int or self.maps < 0:
+            raise ValueError(f"maps must be a whole number of at least 0, got {self.maps!r}")
         for name in ("embedding_dim", "in_chans", "image_size"):
             value = getattr(self, name)
             if not (value is None and name == "image_size") and (type(value) is not int or value < 1):
@@ -221,8 +249,20 @@ class Model(nn.Module):
             form=config.trunk_form,
             weights=weights,
         )
+        if config.branching != "none":
+            self.trunk = build_branches(
+                self.trunk,
+                config.branching,
+                len(config.slices),
+                None if pretrained or weights is not None else (config.trunk, config.in_chans, config.trunk_form),
+            )
         self.config = dataclasses.replace(config, image_size=self.trunk.image_size)
-        self.semantic = nn.Linear(self.trunk.width, config.embedding_dim)
+        self.semantic: Any = LinearHead(self.trunk.width, config.embedding_dim)
+        self.has_outputs = config.head != "linear" or config.maps > 0
+        if self.has_outputs:
+            self.semantic = build_head(
+                self.trunk.width, config.embedding_dim, config.head, config.slices, config.training_slices
+            )
         self.uncertainty = UncertaintyHead(self.trunk.width, config)
 
     def forward(self, images: Tensor) -> Embeddings:
@@ -231,6 +271,14 @@ class Model(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Return the trunk's pooled features [n, width]."""
+        out: Tensor = self.trunk(self._checked(images))
+        return out
+
+    def positions(self, images: Tensor) -> Tensor:
+        """Return the trunk's features at every position [n, positions, width]."""
+        return self.trunk.positions(self._checked(images))
+
+    def _checked(self, images: Tensor) -> Tensor:
         if images.ndim != 4 or images.shape[1] != self.config.in_chans:
             raise ValueError(f"images must be [n, {self.config.in_chans}, height, width], got {list(images.shape)}")
         if len(images) == 0:
@@ -239,17 +287,58 @@ class Model(nn.Module):
             images = images / 255
         elif not images.is_floating_point():
             raise ValueError(f"images must be uint8 or floats in [0, 1], got {images.dtype}")
-        out: Tensor = self.trunk(images.to(self.trunk.mean.dtype))
-        return out
+        return images.to(self.trunk.mean.dtype)
 
     def heads(self, features: Tensor, rows: BatchRows | None = None) -> Embeddings:
         """Return the embeddings of features [n, width]; in training, dropout draws its masks for ``rows``."""
         return Embeddings(full_precision(self.semantic(features)), self.uncertainty(features, rows))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.uncertainty.linear.weight.device
+
+    # ---- what a method's loss reads ----
+
+    def outputs(self, features: Tensor, rows: BatchRows | None = None) -> Embeddings:
+        """Return what a loss reads of `training_features`: the head's ``outputs`` instead of s, and u."""
+        if not self.has_outputs:
+            return self.heads(features, rows)
+        pooled = features[:, : self.trunk.width]
+        return Embeddings(full_precision(self.semantic.outputs(features)), self.uncertainty(pooled, rows))
+
+    def training_features(self, images: Tensor) -> Tensor:
+        """Return the pooled features [n, width]; with ``maps``, followed by those of every position."""
+        return self.features_with_map(images, self.config.maps) if self.config.maps else self.features(images)
+
+    def features_with_map(self, images: Tensor, grid: int) -> Tensor:
+        """Return the pooled features, then those of grid × grid positions [n, (1 + grid²)·width]."""
+        return _with_map(self.positions(images), grid)
+
+    def training_outputs(self, images: Tensor) -> Embeddings:
+        """Return what a loss reads of images [n, c, h, w]."""
+        return self.outputs(self.training_features(images))
+
+    def last_stage_features(self, activations: Tensor) -> Tensor:
+        """Return the same of inputs of the trunk's last stage [n, c, h, w]."""
+        if not self.config.maps:
+            return self.stages.features(activations)
+        return _with_map(self.stages.positions(activations), self.config.maps)
+
+    def last_stage_outputs(self, activations: Tensor) -> Embeddings:
+        """Return what a loss reads of inputs of the trunk's last stage [n, c, h, w]."""
+        return self.outputs(self.last_stage_features(activations))
+
+    def slice(self, embeddings: Embeddings, name: str) -> Embeddings:
+        """Return one named slice of s with the same u; a model without slices is a ``ValueError``."""
+        size = self.config.embedding_dim // max(len(self.config.slices), 1)
+        columns = Slices(self.config.slices, size).columns(name)
+        return Embeddings(embeddings.semantic[:, columns], embeddings.uncertainty)
+
     @cached_property
     def stages(self) -> Stages:
         """The trunk in two parts; a trunk whose last stage is not known is a ``ValueError``."""
-        return Stages(self.trunk)
+        return self.trunk.split()
 
     def last_stage(self, activations: Tensor) -> Embeddings:
         """Return the embeddings of inputs of the trunk's last stage [n, c, h, w]."""
@@ -270,17 +359,20 @@ class Model(nn.Module):
             raise ValueError(f"float images must lie in [0, 1], these reach {float(images.max()):.0f}; divide by 255")
         return self._embed_batches(self, self._batches(images, batch_size))
 
-    def embed_features(self, features: Tensor, *, batch_size: int = 4096) -> Embeddings:
-        """Embed features [n, width] that the trunk computed before; the result is on the CPU."""
-        return self._embed_batches(self.heads, features.split(batch_size))
+    def embed_features(self, features: Tensor, *, batch_size: int = 4096, outputs: bool = False) -> Embeddings:
+        """Embed features [n, width] that the trunk computed before; the result is on the CPU.
 
-    def embed_activations(self, batches: Iterable[Tensor]) -> Embeddings:
+        With ``outputs`` it is what a loss reads instead.
+        """
+        return self._embed_batches(self.outputs if outputs else self.heads, features.split(batch_size))
+
+    def embed_activations(self, batches: Iterable[Tensor], *, outputs: bool = False) -> Embeddings:
         """Embed batches of inputs of the trunk's last stage; the result is on the CPU."""
-        return self._embed_batches(self.last_stage, batches)
+        return self._embed_batches(self.last_stage_outputs if outputs else self.last_stage, batches)
 
     @torch.no_grad()
     def _embed_batches(self, function: Callable[[Tensor], Embeddings], batches: Iterable[Tensor]) -> Embeddings:
-        device = self.semantic.weight.device
+        device = self.device
         with evaluation_mode(self):
             return Embeddings.cat([function(batch.to(device)).to("cpu") for batch in batches])
 
@@ -294,6 +386,27 @@ class Model(nn.Module):
             else:
                 grey = self.config.in_chans == 1
                 yield torch.stack([load_square(path, self.trunk.image_size, grey=grey) for path in part])
+
+
+def _with_map(positions: Tensor, grid: int) -> Tensor:
+    pooled = positions.mean(dim=1) + positions.amax(dim=1)
+    return torch.cat([pooled, pool_positions(positions, grid).flatten(1)], dim=1)
+
+
+def pool_positions(positions: Tensor, side: int) -> Tensor:
+    """Average positions [n, positions, width] into a map of ``side`` × ``side`` [n, side², width].
+
+    As in DIML (Zhao et al., 2021) the map is first enlarged bilinearly to 4 times that side, so any map fits.
+    """
+    n, count, width = positions.shape
+    edge = round(count**0.5)
+    if edge * edge != count:
+        raise ValueError(f"the trunk has no position maps: its {count} positions do not form a square")
+    maps = positions.transpose(1, 2).reshape(n, width, edge, edge)
+    if edge != side:
+        maps = nn.functional.interpolate(maps, size=(4 * side, 4 * side), mode="bilinear", align_corners=False)
+        maps = nn.functional.avg_pool2d(maps, 4)
+    return maps.flatten(2).transpose(1, 2)
 
 
 def build_model(

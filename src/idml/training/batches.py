@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from idml.data.augment import IN_PLACE, Batch, apply_ambiguity, centre_crop, crop_and_flip, resized_crop_and_flip
 from idml.data.pixel_cache import Pixels
-from idml.data.sampling import class_batches, random_batches, random_stream
+from idml.data.sampling import random_stream
+from idml.labels import LabelSets
 from idml.methods.base import Method
 from idml.model import Model
 from idml.model.feature_cache import FeatureCache
@@ -27,13 +28,8 @@ class Stream:
 
     def plan(self, epoch: int) -> list[Tensor]:
         """The numbers of the images of each batch of an epoch."""
-        config, usable = self.config, self.pixels.usable
-        labels = self.pixels.images.labels[usable]
-        if config.per_class:
-            batches = class_batches(labels, config.batch_size, config.per_class, seed=config.seed, epoch=epoch)
-        else:
-            batches = random_batches(labels, config.batch_size, seed=config.seed, epoch=epoch)
-        return [usable[batch] for batch in batches]
+        size, per_class = self.config.batch_size, self.config.per_class
+        return self.method.plan(self.pixels.usable, batch_size=size, per_class=per_class, epoch=epoch)
 
     def batches(self, epoch: int, step: int, skip: int = 0) -> Iterator[tuple[Tensor, Batch]]:
         """Image numbers and batches of an epoch that begins with ``step``, without the first ``skip``."""
@@ -93,7 +89,7 @@ class FrozenStream:
         self.steps = len(self.plans[0])
         config, added = stream.config, stream.method.added_key()
         images = self.crops * self.steps * config.batch_size  # the originals alone: methods share their rows
-        self.cache = FeatureCache(model, images=images, last=config.train == "last")
+        self.cache = FeatureCache(model, images=images, last=config.train == "last", grid=model.config.maps)
         key = (config.seed, config.batch_size, config.per_class, self.crops, stream.size, stream.in_place, config.crop)
         originals = slice(config.batch_size)
         self.parts = [self._keep_rows("crops", originals, config.batch_size, key, progress)]
@@ -117,10 +113,11 @@ class FrozenStream:
         """The trunk's features of one crop of every image."""
         originals = self.parts[0]
         if not self.cache.last:
-            return torch.from_numpy(originals[: self.steps].copy()).flatten(0, 1)
+            rows = torch.from_numpy(originals[: self.steps].copy()).flatten(0, 1)
+            return rows[:, : model.trunk.width].float()
         model.trunk.eval()
-        rows = (torch.from_numpy(originals[i].copy()).to(self.stream.device) for i in range(self.steps))
-        return torch.cat([model.stages.features(batch) for batch in rows])
+        batches = (torch.from_numpy(originals[i].copy()).to(self.stream.device) for i in range(self.steps))
+        return torch.cat([model.stages.features(batch) for batch in batches])
 
     def _order(self, epoch: int) -> list[int]:
         generator = random_stream("order of frozen batches", self.stream.config.seed, epoch)
@@ -134,6 +131,8 @@ class FrozenStream:
         empty = torch.zeros(len(numbers), 1, 1, 1, device=stream.device)
         drawn = stream.method.add_images(empty, labels, seed=stream.config.seed, epoch=planned, step=row)
         rows = torch.cat([torch.from_numpy(part[row].copy()) for part in self.parts])
+        if self.cache.grid:
+            rows = rows.float()
         return Batch(rows.to(stream.device), drawn.labels, drawn.mixed, drawn.lam)
 
     def _keep_rows(self, name: str, rows: slice, size: int, key: tuple[Any, ...], progress: Count) -> NDArray[Any]:
@@ -149,3 +148,55 @@ class FrozenStream:
                 progress((row + 1) * len(numbers), count * len(numbers))
 
         return self.cache.load_rows(name, stream.pixels, key, (count, size), fill)
+
+
+class FrozenImages:
+    """The same for a method that plans its batches by its state: what the trunk makes of ``crops`` crops of each image.
+
+    Epoch e uses the crop e mod ``crops`` of every image. Mixtures would depend on the plan, so there are none.
+    """
+
+    def __init__(self, stream: Stream, model: Model, progress: Count) -> None:
+        self.stream, self.crops, config = stream, stream.config.crops, stream.config
+        if stream.method.added_key():
+            raise ValueError(
+                f"method {config.method} chooses its batches as it learns, so mixtures cannot be computed before: "
+                f"train {config.train} needs a run without mixup and cutmix"
+            )
+        images, last = self.crops * len(stream.pixels.usable), config.train == "last"
+        self.cache = FeatureCache(model, images=images, last=last, grid=model.config.maps)
+        numbers = stream.pixels.usable.split(64)
+
+        def fill(array: NDArray[Any]) -> None:
+            for crop in range(self.crops):
+                for i, part in enumerate(numbers):
+                    images = stream.pixels.batch(part)
+                    array[crop, part.numpy()] = self.cache.compute(stream.prepare(part, images, crop, i).images)
+                    progress(crop * len(numbers) + i + 1, self.crops * len(numbers))
+
+        key = (config.seed, self.crops, stream.size, stream.in_place, config.crop)
+        shape = (self.crops, len(stream.pixels.images))
+        self.rows = self.cache.load_rows("images", stream.pixels, key, shape, fill)
+
+    def plan(self, epoch: int) -> list[Tensor]:
+        """The numbers of the images of each batch of an epoch."""
+        return self.stream.plan(epoch)
+
+    def batches(self, epoch: int, step: int, skip: int = 0) -> Iterator[tuple[Tensor, Batch]]:
+        """Image numbers and batches of an epoch, without the first ``skip``."""
+        stream = self.stream
+        for numbers in self.plan(epoch)[skip:]:
+            rows = torch.from_numpy(self.rows[epoch % self.crops, numbers.numpy()]).to(stream.device)
+            labels = stream.pixels.images.labels[numbers].to(stream.device)
+            unmixed = torch.zeros(len(numbers), dtype=torch.bool, device=stream.device)
+            yield numbers, Batch(rows.float() if self.cache.grid else rows, LabelSets(labels), unmixed)
+
+    @torch.no_grad()
+    def features(self, model: Model) -> Tensor:
+        """The trunk's features of one crop of every image."""
+        numbers = self.stream.pixels.usable
+        if not self.cache.last:
+            return torch.from_numpy(self.rows[0, numbers.numpy()])[:, : model.trunk.width].float()
+        model.trunk.eval()
+        batches = (torch.from_numpy(self.rows[0, part.numpy()]).to(self.stream.device) for part in numbers.split(128))
+        return torch.cat([model.stages.features(batch) for batch in batches])

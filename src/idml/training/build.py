@@ -11,7 +11,6 @@ from idml.losses import find_loss
 from idml.methods import find_method
 from idml.methods.base import Method, Task
 from idml.model import Model, build_model
-from idml.model.backbones import Stages
 from idml.model.bn_folding import fold_frozen_normalisation
 from idml.training.config import TrainConfig
 
@@ -30,6 +29,8 @@ def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Met
         proxy_lr=find_loss(config.loss).proxy_lr if config.proxy_lr is None else config.proxy_lr,
         labels=labels,
         seed=config.seed,
+        epochs=config.epochs,
+        train=config.train,
     )
     method = kind(config.method_options, task)
     model = build_model(
@@ -43,8 +44,9 @@ def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Met
     if config.starts_from_weights and not config.pca:
         start_at_random(model, random_stream("semantic head", config.seed))
     if config.train == "last":
-        Stages(model.trunk)  # refuses a trunk whose last stage is not known
+        model.trunk.split()  # refuses a trunk whose last stage is not known
     fold_as_trained(model, config)
+    method.attach(model)
     return model, method
 
 
@@ -75,14 +77,16 @@ def fold_as_trained(model: Model, config: TrainConfig) -> Model:
     return model
 
 
+@torch.no_grad()
 def start_at_random(model: Model, generator: torch.Generator) -> None:
     """Start the semantic head at random weights of variance 2/d and no bias, as ProxyAnchor and IDML were trained.
 
     The weights of ``nn.Linear`` are five times as small at the paper's sizes, so an optimiser like Adam, whose steps do
     not depend on their size, would turn the head five times as fast.
     """
-    nn.init.kaiming_normal_(model.semantic.weight, mode="fan_out", generator=generator)
-    nn.init.zeros_(model.semantic.bias)
+    for block in model.semantic.start_blocks():
+        nn.init.normal_(block.weight, std=(2.0 / model.config.embedding_dim) ** 0.5, generator=generator)
+        nn.init.zeros_(block.bias)
 
 
 @torch.no_grad()
@@ -90,19 +94,24 @@ def start_at_principal_components(model: Model, features: Tensor) -> None:
     """Start the semantic head at s = W(f − f̄), the rows of W the directions in which the features [n, width] vary most.
 
     A random head would lose most of what a pretrained trunk knows. With more dimensions than the features have, the
-    rest of s starts at 0.
+    rest of s starts at 0. Slices that read the same features share the directions; slices that read a part of them
+    start at the directions of that part.
     """
-    x = features.cpu().double()
-    mean = x.mean(dim=0)
-    x = x - mean
-    rows = _principal_directions(x)[: model.config.embedding_dim]
-    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
-    rows = rows * largest.sign()  # a direction has no sign of its own
-    weight, bias = model.semantic.weight, model.semantic.bias
-    weight.zero_()
-    bias.zero_()
-    weight[: len(rows)] = rows.to(weight)
-    bias[: len(rows)] = -(rows @ mean).to(bias)
+    directions: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
+    for block in model.semantic.start_blocks():
+        place = block.columns.start, block.columns.stop
+        if place not in directions:
+            x = features[:, block.columns].cpu().double()
+            mean = x.mean(dim=0)
+            rows = _principal_directions(x - mean)
+            largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+            directions[place] = rows * largest.sign(), mean  # a direction has no sign of its own
+        rows, mean = directions[place]
+        rows = rows[block.first :: block.step][: len(block.weight)]
+        block.weight.zero_()
+        block.bias.zero_()
+        block.weight[: len(rows)] = rows.to(block.weight)
+        block.bias[: len(rows)] = -(rows @ mean).to(block.bias)
 
 
 def _principal_directions(x: Tensor) -> Tensor:
@@ -125,7 +134,8 @@ def build_optimiser(model: Model, method: Method, config: TrainConfig) -> torch.
         {"params": trunk_parameters(model, config), "factor": 1.0},
         {"params": heads, "factor": 1.0},
     ]
-    own, factors = dict(method.named_parameters()), method.learning_rate_factors()
+    own = {name: parameter for name, parameter in method.named_parameters() if parameter.requires_grad}
+    factors = {name: factor for name, factor in method.learning_rate_factors().items() if name in own}
     for factor in sorted(set(factors.values())):
         groups.append({"params": [own[name] for name in own if factors[name] == factor], "factor": factor})
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, weight_decay=config.weight_decay)

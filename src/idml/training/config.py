@@ -45,7 +45,7 @@ class TrainConfig:
     loss_parameters: tuple[str, ...] = ()
     """Parameters of the loss that differ from its defaults, as name=value (contrastive: negative_margin=0.75)."""
     method: str = "plain"
-    """plain; mixup; ism: the introspective metric; idml: metric and Mixup; pel: Gaussians; pel-mixup."""
+    """plain; mixup; ism: the introspective metric; idml: metric and Mixup; pel; pel-mixup; others: docs/methods.md."""
     method_options: Any = None
     """The options of the method alone, as its ``Options`` dataclass; None means their defaults."""
     ambiguity: tuple[str, ...] = ()

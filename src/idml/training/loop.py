@@ -27,7 +27,7 @@ from idml.files import write_atomic
 from idml.model import Model, load_model, save_model
 from idml.model.feature_cache import embed_view
 from idml.progress import Count, Note, Progress, image_counter, silent
-from idml.training.batches import FrozenStream, Stream
+from idml.training.batches import FrozenImages, FrozenStream, Stream
 from idml.training.build import (
     build,
     build_optimiser,
@@ -126,7 +126,10 @@ def train(
             validation = None
         learned = load_images(seen)
         images = Stream(learned, config, method, model.trunk.image_size, device)
-        stream = images if config.train == "all" else FrozenStream(images, model, count_images("seen by the trunk"))
+        stream: Stream | FrozenStream | FrozenImages = images
+        if config.train != "all":
+            frozen = FrozenImages if method.plans_batches else FrozenStream
+            stream = frozen(images, model, count_images("seen by the trunk"))
 
         # ---- resume: start at the pretrained weights, or at the last checkpoint ----
         optimizer = build_optimiser(model, method, config)
@@ -148,7 +151,9 @@ def train(
                 save_checkpoint(last, model, method, optimizer, progress, config, fingerprint)
 
         def embed_training_images() -> tuple[Tensor, Embeddings]:
-            return learned.usable, judge.embed(model, learned)
+            return learned.usable, judge.embed(model, learned, outputs=True)
+
+        method.embed = embed_training_images
 
         @contextlib.contextmanager
         def name_images(step: int, numbers: Tensor) -> Iterator[None]:
@@ -260,10 +265,10 @@ class Judge:
     def __init__(self, train: Train, progress: Count) -> None:
         self.train, self.progress = train, progress
 
-    def embed(self, model: Model, pixels: Pixels) -> Embeddings:
-        """The embeddings of the usable images."""
+    def embed(self, model: Model, pixels: Pixels, *, outputs: bool = False) -> Embeddings:
+        """The embeddings of the usable images, or what a loss reads of them."""
         keep, last = self.train != "all", self.train == "last"
-        return embed_view(model, pixels, keep=keep, last=last, progress=self.progress)
+        return embed_view(model, pixels, keep=keep, last=last, outputs=outputs, progress=self.progress)
 
     def has_pairs(self, pixels: Pixels, gallery: Pixels | None = None) -> bool:
         """Whether any image has another of its class to find."""

@@ -25,8 +25,11 @@ def compute_gradients(
     loss gave each embedding (Gao et al., 2021). So the gradients are those of the whole batch: dropout in the heads
     draws its masks by the row of the whole batch. Random draws inside the trunk differ with the parts.
     """
-    ways: dict[str, Callable[[Tensor], Tensor]] = {"all": model.features, "heads": lambda features: features}
-    compute_features = model.stages.features if config.train == "last" else ways[config.train]
+    compute_features: Callable[[Tensor], Tensor] = {
+        "all": model.training_features,
+        "last": model.last_stage_features,
+        "heads": lambda features: features,
+    }[config.train]
     share, rows = processes.share(batch.images), processes.share(torch.arange(len(batch.images)))
     size = config.micro_batch or len(share)
     parts = list(zip(share.split(size), rows.split(size), strict=True))
@@ -38,7 +41,7 @@ def compute_gradients(
 
     def embed(features: Tensor, rows: Tensor) -> Embeddings:
         with autocast:
-            return model.heads(features, BatchRows(seed, rows, len(batch.images)))
+            return model.outputs(features, BatchRows(seed, rows, len(batch.images)))
 
     autocast = torch.autocast(share.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
     if len(parts) == 1:
