@@ -8,17 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from idml.methods import METHODS
 from idml.training.config import from_dict
 from idml.training.distributed import Processes
 from idml.training.loop import train
+from method_cases import COMPARATORS, PAPER, case, losses_of
 
 ONE_STEP = """
-import sys, torch
+import json, sys, torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
 from idml.data.sampling import random_stream
-from idml.methods import METHODS
 from idml.training.build import build
 from idml.training.config import from_dict
 from idml.training.distributed import Processes
@@ -28,21 +27,22 @@ processes = Processes()
 assert processes.count == int(sys.argv[2]), processes.count
 images = torch.rand(16, 3, 16, 16, generator=random_stream("images"))
 labels = torch.arange(16) % 4
-for name in ("multi_similarity", "proxy_anchor", "margin_dw"):
-    for word in METHODS:
-        torch.manual_seed(0)
-        options = {"trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8}
-        config = from_dict({"data": "glyphs", "out": "-", "loss": name, "method": word, **options})
-        model, method = build(config, labels, 4)
-        model.trunk.eval()  # statistics of its own share would differ from those of the whole batch
-        batch = method.add_images(images, labels, seed=0, epoch=0, step=0)
-        terms, embeddings = compute_gradients(batch, torch.arange(16), model, method, config, processes, seed=5)
-        if processes.first:
-            parameters = [*model.named_parameters(), *method.named_parameters()]
-            found = {k: p.grad.contiguous() for k, p in parameters if p.grad is not None}
-            found |= {**{k: torch.tensor(v) for k, v in terms.items()}, "level": embeddings.level}
-            save_file(found, f"{sys.argv[1]}-{name}-{word}")
+for case in json.loads(sys.argv[3]):
+    torch.manual_seed(0)
+    options = {"trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8, **case}
+    config = from_dict({"data": "glyphs", "out": "-", **options})
+    model, method = build(config, labels, 4)
+    model.trunk.eval()  # statistics of its own share would differ from those of the whole batch
+    batch = method.add_images(images, labels, seed=0, epoch=0, step=0)
+    terms, embeddings = compute_gradients(batch, torch.arange(16), model, method, config, processes, seed=5)
+    if processes.first:
+        parameters = [*model.named_parameters(), *method.named_parameters()]
+        found = {k: p.grad.contiguous() for k, p in parameters if p.grad is not None}
+        found |= {**{k: torch.tensor(v) for k, v in terms.items()}, "level": embeddings.level}
+        save_file(found, f"{sys.argv[1]}-{case['loss']}-{case['method']}")
 """
+CASES = [(method, loss) for method in PAPER for loss in ("multi_similarity", "proxy_anchor", "margin_dw")]
+CASES += [("plain", "ranked_list"), *((method, losses_of(method)[-1]) for method in COMPARATORS)]
 
 
 def run(code, *arguments, processes, tmp_path):
@@ -65,14 +65,15 @@ def run(code, *arguments, processes, tmp_path):
 def steps(tmp_path_factory):
     """Where one step of one process and of two are kept."""
     folder = tmp_path_factory.mktemp("steps")
+    cases = json.dumps([case(*each) for each in CASES])
     for processes in (1, 2):
-        done = run(ONE_STEP, str(folder / str(processes)), str(processes), processes=processes, tmp_path=folder)
+        arguments = [str(folder / str(processes)), str(processes), cases]
+        done = run(ONE_STEP, *arguments, processes=processes, tmp_path=folder)
         assert done.returncode == 0, done.stderr
     return folder
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("loss", ["multi_similarity", "proxy_anchor", "margin_dw"])
+@pytest.mark.parametrize(("method", "loss"), CASES)
 def test_two_processes_give_the_loss_and_gradients_of_one(steps, loss, method):
     one, two = (load_file(steps / f"{processes}-{loss}-{method}") for processes in (1, 2))
     assert one.keys() == two.keys()

@@ -18,6 +18,7 @@ METHODS: dict[str, str] = {
     "idml": "idml.methods.idml:Idml",
     "pel": "idml.methods.pel:Pel",
     "pel-mixup": "idml.methods.pel:PelMixup",
+    "nir": "idml.methods.nir:Nir",
 }
 
 
