@@ -19,6 +19,7 @@ METHODS: dict[str, str] = {
     "pel": "idml.methods.pel:Pel",
     "pel-mixup": "idml.methods.pel:PelMixup",
     "nir": "idml.methods.nir:Nir",
+    "dreml": "idml.methods.dreml:Dreml",
 }
 
 
