@@ -222,6 +222,7 @@ def _add_evaluate(commands: Any) -> None:
     parser.add_argument("--split", metavar="SPLIT", default="official", help="which classes test (default official)")
     parser.add_argument("--ensemble", metavar="RUN", nargs="+", default=[], help="further runs that vote with this one")
     parser.add_argument("--graded", action="store_true", help="three strengths of every degradation instead of one")
+    parser.add_argument("--rerank", metavar="WORD", help="diml: match positions of the first 100 neighbours of a query")
     parser.add_argument("--out", metavar="DIR", help="where report.html goes (default RUN/evaluation)")
 
 
@@ -236,6 +237,7 @@ def _evaluate(options: argparse.Namespace) -> int:
             split=options.split,
             ensemble=options.ensemble,
             graded=options.graded,
+            rerank=options.rerank,
             out=options.out,
             progress=display.report,
             note=display.note,

@@ -28,6 +28,7 @@ from idml.evaluation import (
 from idml.evaluation import evaluate as whole
 from idml.evaluation.evaluate import evaluate_run, group_disjoint_pairs
 from idml.model import Model, load_model, save_model
+from idml.model.structural_matching import structural_similarities
 from idml.training.config import from_dict
 from idml.training.loop import train
 
@@ -114,6 +115,33 @@ def test_retrieval_figures_are_those_of_the_embedded_images(first, embedded):
     assert first["singletons"] == 1
     assert first["accuracy"]["clean"]["value"] == pytest.approx(wanted["recall@1"])
     assert 0.2 < first["recall@1"] < 0.95  # there is something to rank
+
+
+def test_reranked_figures_are_those_of_a_loop(runs, spec, first, embedded):
+    """The first neighbours sorted by ŝ₁·ŝ₂ + Σ T·S, one pair at a time; the scores stay those of the plain search."""
+    result = evaluate_run(runs / "idml", spec, rerank="diml")
+    assert result["before_rerank"]["map@r"] == first["map@r"]
+    assert result["uncertainty"] == first["uncertainty"]
+    labels, embed = embedded
+    model, pixels = load_model(runs / "idml"), load_pixels(load_dataset(spec).test, 18)
+    unit = embed(View()).unit
+    with torch.no_grad():
+        features = model.features_with_map(View().images(pixels, pixels.usable, 16), 4).half().float()
+        maps = model.semantic(features.unflatten(1, (17, -1))[:, 1:])
+    maps = maps / maps.norm(dim=2, keepdim=True)
+    values = torch.full((len(labels), len(labels)), -9.0)
+    for i in range(len(labels)):
+        for j in range(len(labels)):
+            if i != j:
+                matched = structural_similarities(maps[i : i + 1], unit[i : i + 1], maps[j : j + 1], unit[j : j + 1])
+                values[i, j] = unit[i] @ unit[j] + matched[0]
+    order = values.argsort(dim=1, descending=True)
+    rows = labels.bincount()[labels] > 1
+    right = labels[order] == labels[:, None]
+    assert result["recall@1"] == pytest.approx(float(right[rows, 0].double().mean()))
+    assert result["r_precision"] == pytest.approx(float(right[rows, :5].double().mean()))  # R = 5
+    with pytest.raises(ValueError, match="unknown re-ranker 'dimm'; did you mean 'diml'"):
+        evaluate_run(runs / "idml", spec, rerank="dimm")
 
 
 @pytest.mark.parametrize("view", [View(), MIXED, *MIDDLE], ids=str)

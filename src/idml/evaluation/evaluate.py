@@ -3,6 +3,7 @@
 `evaluate_run` stores its result under a hash of everything that it depends on, so a second call only reads it.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from idml.embeddings import Embeddings
 from idml.errors import unknown_name
 from idml.evaluation.knn import nearest
 from idml.evaluation.report import build_report, describe_best_scores, summarise_views
+from idml.evaluation.rerank import RERANKERS, StructuralReranker, match_positions
 from idml.evaluation.retrieval import evaluate_retrieval
 from idml.evaluation.scores import (
     ErrorPredictor,
@@ -57,6 +59,7 @@ def evaluate_run(
     split: str = "official",
     ensemble: Sequence[str | Path] = (),
     graded: bool = False,
+    rerank: str | None = None,
     out: str | Path | None = None,
     progress: Progress = silent,
     note: Note = silent,
@@ -70,6 +73,8 @@ def evaluate_run(
         split: which classes train and which test.
         ensemble: further runs that vote with this one.
         graded: three strengths of every degradation instead of the middle one.
+        rerank: "diml" sorts the first 100 neighbours of each query anew by structural matching, for the figures of
+            retrieval. The uncertainty scores are those of the search without it.
         out: where report.html goes; by default ``run``/evaluation.
         progress: called with rows of how many images are done.
         note: called with lines for the user.
@@ -80,6 +85,8 @@ def evaluate_run(
     runs = [Path(path) for path in (run, *ensemble)]
     if metric not in METRICS:
         raise ValueError(unknown_name("metric", metric, METRICS))
+    if rerank is not None and rerank not in RERANKERS:
+        raise ValueError(unknown_name("re-ranker", rerank, RERANKERS))
     models = [fingerprint(path) for path in runs]
     options = [read_run_options(path) for path in runs]
     metrics = [
@@ -93,7 +100,8 @@ def evaluate_run(
     trained = {name: options[0].get(name) for name in ("method", "teach_u", "rule", "split")}
     trained["teach_u"] = trained["teach_u"] or options[0].get("introspection")  # its name in older runs
     sets = [None if images is None else images.version for images in (dataset.train, dataset.test, dataset.gallery)]
-    parts = (VERSION, models, sets, split, metrics, trained, views)
+    parts: tuple[Any, ...] = (VERSION, models, sets, split, metrics, trained, views)
+    parts = parts if rerank is None else (*parts, rerank)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     folder = runs[0] / "evaluation"
@@ -105,6 +113,8 @@ def evaluate_run(
             head |= {"tau": metrics[0].tau, "gamma": metrics[0].gamma}
         head["model"] = {"fingerprint": models[0], "method": trained["method"]}
         head["notes"] = [*dataset.notes, *_warn(trained, split, metric)]
+        if rerank is not None:
+            head["rerank"] = rerank
         result, page = _evaluate(runs, dataset, metrics, views, head, progress, note)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / f"{key}.html", page)
@@ -144,6 +154,12 @@ def _evaluate(
     candidate, config = loaded[0], loaded[0].model.config
     train = load_model_pixels(candidate.model, dataset.train, count_images, keep)
     measured = measure_queries(candidate, views, loaded[1:], fit_error_predictor(candidate, train, keep))
+    if "rerank" in head:
+        before = {name: measured.retrieval[name] for name in ("recall@1", "r_precision", "map@r")}
+        head["before_rerank"] = before
+        shares = ", ".join(f"{name} {value:.1%}" for name, value in before.items() if value is not None)
+        keep(f"the figures of retrieval are those of neighbours re-ranked by {head['rerank']}; before: {shares}")
+        measured = dataclasses.replace(measured, retrieval={**measured.retrieval, **measure_reranked(candidate)})
     n = len(measured.rows)
     if candidate.metric is not None:
         keep("NMI is not defined with the introspective metric: k-means uses Euclidean distances")
@@ -177,10 +193,10 @@ def read_run_options(run: Path) -> dict[str, Any]:
 
 
 def _read_metric(run: Path, options: dict[str, Any]) -> IntrospectiveMetric:
-    if "tau" not in options or "gamma" not in options:
+    if "tau" not in options or "gamma" not in options or options.get("introspective") is False:
         raise ValueError(
             f"{run / 'config.yaml'} has no tau and gamma, which the introspective metric needs: "
-            "methods ism and idml train with them"
+            "methods ism and idml train with them, others with --introspective"
         )
     return IntrospectiveMetric(options["tau"], options["gamma"])
 
@@ -285,7 +301,7 @@ class EvaluatedModel:
 
     def search(self, embeddings: Embeddings, view: View) -> NeighbourScores:
         """Search the queries as embedded in a view. For a mixed query, the class of either parent is right."""
-        n, device = len(embeddings), self.model.semantic.weight.device
+        n, device = len(embeddings), self.model.device
         queries, gallery, labels, gallery_labels = (
             embeddings.to(device),
             self.gallery_embeddings.to(device),
@@ -397,6 +413,24 @@ def measure_queries(
     return MeasuredQueries(retrieval, rows, candidate.labels[rows], seen, clean, found)
 
 
+def measure_reranked(candidate: EvaluatedModel) -> dict[str, float | int | None]:
+    """The figures of retrieval with the first neighbours of each query re-ranked by structural matching."""
+    count = candidate.count_images("matched by position")
+    embeddings = candidate.embed_view(CLEAN)[1]
+    queries = match_positions(candidate.model, candidate.queries, embeddings, count)
+    gallery = queries
+    if candidate.gallery is not None:
+        gallery = match_positions(candidate.model, candidate.gallery, candidate.gallery_embeddings, count)
+    return evaluate_retrieval(
+        embeddings,
+        candidate.labels,
+        gallery=None if candidate.gallery is None else candidate.gallery_embeddings,
+        gallery_labels=None if candidate.gallery is None else candidate.gallery_labels,
+        metric=candidate.metric,
+        rerank=StructuralReranker(queries, gallery),
+    )
+
+
 def query_scores(
     candidate: EvaluatedModel, features: Tensor, embeddings: Embeddings, predictor: ErrorPredictor | None
 ) -> dict[str, Tensor]:
@@ -425,7 +459,7 @@ def fit_error_predictor(candidate: EvaluatedModel, train: Pixels, note: Note) ->
     if not bool(usable.any()):
         note("predicted_error is left out: every training image is alone in its class or a test image")
         return None
-    device = candidate.model.semantic.weight.device
+    device = candidate.model.device
     first = nearest(embeddings.to(device), 1, metric=candidate.metric).indices[:, 0].cpu()
     wrong = labels[first] != labels
     if bool(wrong[usable].all()) or not bool(wrong[usable].any()):

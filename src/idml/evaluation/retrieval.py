@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ def evaluate_retrieval(
     nmi: bool = False,
     query_ids: Names | None = None,
     gallery_ids: Names | None = None,
+    rerank: "Reranker | None" = None,
 ) -> dict[str, float | int | None]:
     """Measure how well images find others of their class, as fractions in [0, 1].
 
@@ -51,6 +53,7 @@ def evaluate_retrieval(
             classes, images alone in their class included; None with rule ``similar``, which k-means cannot use.
         query_ids: ids of the images; a gallery image with the query's id is neither its neighbour nor in its R.
         gallery_ids: ids of the gallery's images.
+        rerank: sorts the first neighbours of each query anew.
 
     Returns:
         ``recall@K`` for each K, ``r_precision``, ``map@r``, ``nmi`` if asked for, ``queries``, and ``singletons``:
@@ -68,7 +71,7 @@ def evaluate_retrieval(
     queries = int((relevant > 0).sum())
     if queries == 0:
         raise ValueError(f"none of the {search.queries} images has another image of its class to find")
-    means = _query_figures(search, own, theirs, relevant, recall_at).sum(dim=0) / queries
+    means = _query_figures(search, own, theirs, relevant, recall_at, rerank).sum(dim=0) / queries
     names = [f"recall@{k}" for k in recall_at] + ["r_precision", "map@r"]
     figures: dict[str, float | int | None] = dict(zip(names, means.tolist(), strict=True))
     if nmi and search.metric is not None:
@@ -76,6 +79,17 @@ def evaluate_retrieval(
     elif nmi:
         figures["nmi"] = normalized_mutual_information(own, cluster_rows(search.alpha.a, len(own.unique())))
     return {**figures, "queries": queries, "singletons": search.queries - queries}
+
+
+class Reranker(Protocol):
+    """Sorts the first ``top`` neighbours [m, k] of the queries ``rows`` [m] anew."""
+
+    @property
+    def top(self) -> int:
+        """How many neighbours of a query may change their places."""
+
+    def __call__(self, rows: Tensor, found: Tensor) -> Tensor:
+        """Return the neighbours in their new order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +166,14 @@ def count_relevant(search: Search, own: Tensor, theirs: Tensor) -> Tensor:
     return relevant - torch.bincount(line[own[line] == theirs[column]], minlength=search.queries)
 
 
-def _query_figures(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> Tensor:
+def _query_figures(
+    search: Search,
+    own: Tensor,
+    theirs: Tensor,
+    relevant: Tensor,
+    recall_at: Sequence[int],
+    rerank: "Reranker | None" = None,
+) -> Tensor:
     """Recall@K for each K, R-Precision and MAP@R of each query [n, figures] in float64; 0 where R is 0."""
     figures = torch.zeros(search.queries, len(recall_at) + 2, dtype=torch.float64, device=own.device)
     order = relevant.argsort(stable=True)
@@ -164,7 +185,9 @@ def _query_figures(search: Search, own: Tensor, theirs: Tensor, relevant: Tensor
         rows = rows[relevant[rows] <= 2 * shortest]
         start += len(rows)
         r = relevant[rows].unsqueeze(1)
-        found = search.ranked(max(int(r.max()), *recall_at, 1), rows)
+        found = search.ranked(max(int(r.max()), *recall_at, 1, 0 if rerank is None else rerank.top), rows)
+        if rerank is not None:
+            found = rerank(rows, found)
         hits = (theirs[found.clamp_min(0)] == own[rows].unsqueeze(1)) & (found >= 0)
         recalls = [hits[:, :k].any(dim=1).double() for k in recall_at]
         place = torch.arange(1, found.shape[1] + 1, device=own.device)

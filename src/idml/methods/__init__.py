@@ -20,6 +20,7 @@ METHODS: dict[str, str] = {
     "pel-mixup": "idml.methods.pel:PelMixup",
     "nir": "idml.methods.nir:Nir",
     "dreml": "idml.methods.dreml:Dreml",
+    "diml": "idml.methods.diml:Diml",
 }
 
 
