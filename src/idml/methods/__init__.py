@@ -21,6 +21,7 @@ METHODS: dict[str, str] = {
     "nir": "idml.methods.nir:Nir",
     "dreml": "idml.methods.dreml:Dreml",
     "diml": "idml.methods.diml:Diml",
+    "drml": "idml.methods.drml:Drml",
 }
 
 
