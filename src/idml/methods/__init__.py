@@ -22,6 +22,7 @@ METHODS: dict[str, str] = {
     "dreml": "idml.methods.dreml:Dreml",
     "diml": "idml.methods.diml:Diml",
     "drml": "idml.methods.drml:Drml",
+    "dac": "idml.methods.dac:Dac",
 }
 
 
