@@ -23,6 +23,7 @@ METHODS: dict[str, str] = {
     "diml": "idml.methods.diml:Diml",
     "drml": "idml.methods.drml:Drml",
     "dac": "idml.methods.dac:Dac",
+    "mic": "idml.methods.mic:Mic",
 }
 
 
