@@ -24,6 +24,7 @@ METHODS: dict[str, str] = {
     "drml": "idml.methods.drml:Drml",
     "dac": "idml.methods.dac:Dac",
     "mic": "idml.methods.mic:Mic",
+    "diva": "idml.methods.diva:Diva",
 }
 
 
