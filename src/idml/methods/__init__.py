@@ -25,6 +25,7 @@ METHODS: dict[str, str] = {
     "dac": "idml.methods.dac:Dac",
     "mic": "idml.methods.mic:Mic",
     "diva": "idml.methods.diva:Diva",
+    "dcml": "idml.methods.dcml:Dcml",
 }
 
 

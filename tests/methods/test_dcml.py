@@ -1,0 +1,72 @@
+"""DCML: composites by loops, the clear choices by F.cross_entropy, subtasks, one composite as plain training."""
+
+import pytest
+import torch
+from method_batches import batch_of, gradients_of, method_of
+from torch.nn.functional import cross_entropy, normalize
+
+from idml import Embeddings, LabelSets
+from idml.data.sampling import random_stream
+from idml.methods.dcml import reinforcement, subtask_rows
+from idml.model.heads import ComposedHead
+
+
+def test_the_head_by_loops():
+    torch.manual_seed(0)
+    head, features = ComposedHead(5, 6, 3).double(), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    rows = []
+    for h in features:
+        e = [head.linear.weight[2 * k : 2 * k + 2] @ h + head.linear.bias[2 * k : 2 * k + 2] for k in range(3)]
+        scores = head.compositors(torch.cat(e).detach()).view(3, 3)
+        shares = scores.exp() / scores.exp().sum(dim=1, keepdim=True)
+        rows.append(torch.cat([*(sum(shares[m, k] * e[k] for k in range(3)) for m in range(3)), scores.flatten()]))
+    expected, found = torch.stack(rows), head.outputs(features)
+    torch.testing.assert_close(found, expected)
+    inputs = [features, *head.parameters()]
+    weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view_as(found)
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), inputs) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+    composites = found[:, :6].view(4, 3, 2)
+    torch.testing.assert_close(head(features), normalize(composites, dim=2).flatten(1))
+    with torch.no_grad():
+        head.compositors.weight.zero_()
+        head.compositors.bias.copy_(torch.tensor([1e4, 0, 0, 0, 0, 1e4, 0, 1e4, 0]))  # one-hot choices 0, 2, 1
+    parts = head.linear(features).view(4, 3, 2)
+    torch.testing.assert_close(head(features), normalize(parts[:, [0, 2, 1]], dim=2).flatten(1))
+
+
+def test_clear_choices():
+    scores = torch.randn(5, 3, 4, requires_grad=True)
+    expected = sum(cross_entropy(scores[:, m], scores[:, m].argmax(dim=1)) for m in range(3))
+    torch.testing.assert_close(reinforcement(scores), expected)
+    assert float(reinforcement(torch.randn(5, 1, 1))) == 0
+    head, features = ComposedHead(5, 6, 3), torch.randn(4, 5, requires_grad=True)
+    term = reinforcement(head.outputs(features)[:, 6:].view(4, 3, 3))
+    gradients = torch.autograd.grad(term, [features, head.linear.weight, head.compositors.weight])
+    assert [bool(gradient.any()) for gradient in gradients] == [False, False, True]
+
+
+def test_each_composite_has_a_random_half_of_the_classes():
+    method = method_of("dcml", loss="contrastive", classes=6, dim=6, composites=3)
+    embeddings, batch = batch_of(12, 6 + 9, classes=6, dim=6)
+    terms = method.loss(embeddings, batch, torch.arange(12), seed=4)
+    total, halves = 0.0, []
+    for m in range(3):
+        rows = subtask_rows(batch.labels, 6, random_stream("subtask", 4, m))
+        halves.append(tuple(batch.labels.ids[rows, 0].unique().tolist()))
+        part = Embeddings(embeddings.semantic[rows, 2 * m : 2 * m + 2], embeddings.uncertainty[rows])
+        total = total + method.metric_loss[m](part, batch.labels[rows], seed=4)
+    assert all(len(half) == 3 for half in halves)
+    assert len(set(halves)) > 1
+    assert float(terms["pairs"]) == pytest.approx(float(total), rel=1e-5)
+    assert len(subtask_rows(LabelSets(torch.zeros(4, dtype=torch.long)), 6, random_stream("x"))) == 4
+
+
+def test_one_composite_is_plain_training():
+    method, plain = method_of("dcml", composites=1), method_of("plain")
+    embeddings, batch = batch_of(12, 7, dim=6)
+    whole = Embeddings(embeddings.semantic[:, :6], embeddings.uncertainty)
+    found, expected = gradients_of(method, embeddings, batch), gradients_of(plain, whole, batch)
+    torch.testing.assert_close(found[0][:, :6], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
+    assert not found[0][:, 6:].any()
