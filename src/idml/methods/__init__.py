@@ -26,6 +26,7 @@ METHODS: dict[str, str] = {
     "mic": "idml.methods.mic:Mic",
     "diva": "idml.methods.diva:Diva",
     "dcml": "idml.methods.dcml:Dcml",
+    "pads": "idml.methods.pads:Pads",
 }
 
 
