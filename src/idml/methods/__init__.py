@@ -27,6 +27,7 @@ METHODS: dict[str, str] = {
     "diva": "idml.methods.diva:Diva",
     "dcml": "idml.methods.dcml:Dcml",
     "pads": "idml.methods.pads:Pads",
+    "abe": "idml.methods.abe:Abe",
 }
 
 
