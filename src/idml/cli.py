@@ -272,6 +272,9 @@ def _add_reproduce(commands: Any) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each arm (default by the table)")
     parser.add_argument("--out", metavar="DIR", default="results", help="where to put it (default results)")
     parser.add_argument("--weights", metavar="FILE", help="resnet50: the trunk's ImageNet weights (safetensors)")
+    parser.add_argument(
+        "--comparators", action="store_true", help="table1: the other systems that the paper compares with"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
 
 
@@ -289,6 +292,7 @@ def _reproduce(options: argparse.Namespace) -> int:
                 scale=options.scale,
                 regime=options.regime,
                 weights=None if options.weights is None else Path(options.weights),
+                comparators=options.comparators,
                 dry_run=options.dry_run,
                 report=display.report,
                 note=display.note,

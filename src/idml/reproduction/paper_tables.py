@@ -34,6 +34,8 @@ class Table:
     """For a figure: what is varied in its last rows, and its values."""
     seeds: int | None = None
     """How many seeds it has, if not as many as its regime says. With one, intervals are over classes alone."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know about its rows."""
 
 
 # -------------------- the paper's tables and figures --------------------

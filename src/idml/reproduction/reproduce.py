@@ -11,6 +11,7 @@ from idml.errors import unknown_name
 from idml.files import write_atomic
 from idml.progress import Note, Progress, silent
 from idml.report_html import drawing, page
+from idml.reproduction import comparators as others
 from idml.reproduction import regimes
 from idml.reproduction.claims import ROUNDS, TableRuns
 from idml.reproduction.default_form import default_form
@@ -39,6 +40,7 @@ from idml.reproduction.studies import STUDIES, Study
 from idml.training.distributed import Processes
 
 _STUDIES: dict[str, Study] = {**STUDIES, "guarantee": GUARANTEE, "live-u": LIVE_U, "resnet50": RESNET50}
+_TABLES = {**TABLES, others.NAME: others.comparators_table}
 _DRAWN = ("gradients", "metrics")
 FORM = "default-form"
 NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, FORM, "results", "collect")
@@ -54,6 +56,7 @@ def reproduce(
     scale: str = "laptop",
     regime: str | None = None,
     weights: Path | None = None,
+    comparators: bool = False,
     dry_run: bool = False,
     report: Progress = silent,
     note: Note = silent,
@@ -69,6 +72,7 @@ def reproduce(
         scale: "laptop" or "paper".
         regime: what is trained on a laptop, see `idml.reproduction.regimes`.
         weights: a safetensors file with the trunk's weights, for the regime `resnet50`.
+        comparators: with table1, the other systems of that table instead of the seven losses.
         dry_run: only say which runs are missing, with which settings, and what they are expected to cost.
         report: gets the progress of each run.
         note: gets lines for the user.
@@ -85,7 +89,11 @@ def reproduce(
         raise ValueError(unknown_name("table", what, NAMES))
     if seeds is not None and seeds < 1:
         raise ValueError(f"a table needs at least one seed, got {seeds}")
+    if comparators and what != "table1":
+        raise ValueError(f"--comparators goes with table1, not with {what}")
     work = _Work(out, report, note, weights, dry_run=dry_run)
+    if comparators:
+        return _reproduce_table(others.NAME, data, seeds, scale, regime, work)
     if what in TABLES:
         return _reproduce_table(what, data, seeds, scale, regime, work)
     if scale != "laptop" or regime is not None:
@@ -161,7 +169,7 @@ def _reproduce_table(
     if what == FULL[1] and regimes.CHOSEN_FORM is None:
         raise ValueError(f"{what} needs the form that `idml reproduce {FORM}` chooses, in regimes.CHOSEN_FORM")
     chosen = regime_for(data, scale, regime)
-    table = TABLES[what](Arms(data, chosen))
+    table = _TABLES[what](Arms(data, chosen))
     seeds = seeds or table.seeds or chosen.seeds
     store = work.store(data, chosen)
     if work.dry_run:
@@ -187,7 +195,16 @@ def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out:
     lines = [f"- {text}: **{verdict.word}** ({verdict.reason})" for text, verdict in verdicts]
     detection = detection_line(table, found)
     text = "\n".join(
-        [table.title, "", markdown, "", f"95 % intervals: {ROUNDS} rounds over classes and seeds.", detection, *lines]
+        [
+            table.title,
+            "",
+            markdown,
+            "",
+            f"95 % intervals: {ROUNDS} rounds over classes and seeds.",
+            detection,
+            *lines,
+            *table.notes,
+        ]
     )
     return {
         "table": text,
