@@ -43,13 +43,14 @@ def test_help_lists_the_options_of_each_method_under_it(capsys):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for group, flag in (
-        ("options of method ism, idml:", "--tau X"),
+        ("options of method ism, idml, nir, diml, drml, dac, mic, diva, dcml, pads, abe:", "--tau X"),
+        ("options of method dac:", "--groups N"),
         ("options of method mixup, idml, pel-mixup:", "--labels WORD"),
         ("options of method pel, pel-mixup:", "--samples N"),
         ("options of method plain, mixup, ism, idml:", "--teach-u WORD"),
     ):
         assert flag in text.partition(group)[2]
-        assert flag not in text.partition(group)[0].partition("options:")[2] or group != "options of method ism, idml:"
+        assert flag not in text.partition(group)[0].partition("options:")[2] or "--tau" not in flag
     assert "(default ranking with plain, mixup; none with ism, idml)" in text
 
 
@@ -123,7 +124,7 @@ def test_differences_name_what_changed():
         ({"lr": "fast"}, "lr must be a number"),
         ({"holdout": 1.0}, "holdout must be below 1"),
         ({"batch_size": 10, "per_class": 4}, "batch_size 10 is not a multiple of per_class 4"),
-        ({"tau": 3.0}, "method plain has no option 'tau': it belongs to ism and idml"),
+        ({"tau": 3.0}, "method plain has no option 'tau': it belongs to ism, idml, nir"),
         (
             {"method": "pel", "labels": "sets"},
             "method pel has no option 'labels': it belongs to mixup, idml and pel-mixup",
