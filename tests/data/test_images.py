@@ -1,5 +1,6 @@
 """Decoding images: every mode as the eye sees it, hostile and broken files refused in one line with their name."""
 
+import io
 import struct
 import tracemalloc
 import warnings
@@ -13,7 +14,7 @@ from PIL import Image, ImageFile
 from idml.data import images
 from idml.data.augment import View
 from idml.data.datasets import ImageSet
-from idml.data.images import load_square, read_image
+from idml.data.images import MAX_SCANS, MAX_SIDE, load_square, read_image
 from idml.data.pixel_cache import load_pixels
 from idml.data.sources import FileSource
 
@@ -128,7 +129,7 @@ def test_float_tiff(saved, values, expected):
     assert pixels(path)[0, :, 0].tolist() == expected
 
 
-@pytest.mark.parametrize("shape", [(1500, 1400), (1, 2_000_000), (2_000_000, 1)])
+@pytest.mark.parametrize("shape", [(1500, 1400), (31, 65_535), (65_535, 31)])
 @pytest.mark.parametrize("kind", [np.uint16, np.float32])
 def test_many_deep_pixels_take_little_memory(shape, kind):
     """Small files hold very many of them; a float64 for each, several times over, would be gigabytes."""
@@ -264,6 +265,78 @@ def test_a_file_is_seen_as_a_test_sees_it(saved, suffix, shape):
     decoded = load_pixels(images, 32, folder=path.parent)
     seen = View().images(decoded, torch.tensor([0]), 28)
     assert torch.equal(load_square(path, 28) / 255, seen[0])
+
+
+def with_scans(number, **options):
+    """A progressive JPEG whose last scan is repeated."""
+    out = io.BytesIO()
+    Image.fromarray(blocks()).convert("L").save(out, "JPEG", progressive=True, **options)
+    data = out.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * number + b"\xff\xd9"
+
+
+def test_scans_are_counted_before_decoding(tmp_path, monkeypatch):
+    path = tmp_path / "scans.jpg"
+    path.write_bytes(with_scans(MAX_SCANS - 6))
+    assert pixels(path).shape == (32, 48, 3)
+    path.write_bytes(with_scans(13_000))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    refused(path, "13006 scans, more than 100")
+    images = ImageSet("one", [FileSource(path.parent, path.name)], torch.tensor([0]), ("a",))
+    with pytest.raises(ValueError, match="13006 scans"):
+        load_pixels(images, 32, folder=tmp_path)
+
+
+@pytest.mark.parametrize("where", ["comment", "trailer"])
+def test_bytes_that_only_look_like_scans(tmp_path, where):
+    """A scan's marker in other data: in a segment, or behind the end as a phone appends its film."""
+    many = b"\xff\xda\0" * 5000
+    data = with_scans(0, comment=many) if where == "comment" else with_scans(0) + many
+    (tmp_path / "photo.jpg").write_bytes(data)
+    assert data.count(b"\xff\xda") > MAX_SCANS
+    assert np.abs(pixels(tmp_path / "photo.jpg") - pixels_of_grey(blocks())).max() < 40
+
+
+def pixels_of_grey(array):
+    return np.asarray(Image.fromarray(array).convert("L").convert("RGB")).astype(int)
+
+
+@pytest.mark.parametrize("padding", [b"\xff" * 7, b"\0" * 7, b"\xff\xd0" * 3])
+def test_scans_behind_padding_are_counted(padding):
+    """What a decoder skips between segments hides no scan."""
+    data = with_scans(200)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    padded = data.replace(scan, padding + scan)
+    assert images.count_scans(io.BytesIO(padded)) == 206
+
+
+def test_sides_and_tiles_are_bounded(saved, tmp_path):
+    """Resizing takes memory in proportion to the longer side; a tile is decoded whole."""
+    refused(saved(Image.new("1", (MAX_SIDE + 1, 1)), "wide.png"), "65536×1 pixels, a side of more than 65,535")
+    refused(saved(Image.new("1", (1, MAX_SIDE + 1)), "high.bmp"), "1×65536 pixels")
+    for side in (16, 20_000):
+        (tmp_path / "tiles.tif").write_bytes(tiled_tiff(side))
+        if side == 16:
+            assert np.array_equal(pixels(tmp_path / "tiles.tif"), np.zeros((16, 16, 3)))
+    refused(tmp_path / "tiles.tif", "tiles of 20000×20000 pixels")
+
+
+def tiled_tiff(side):
+    """A grey TIFF of 16 × 16 pixels in one tile of side × side."""
+    body = zlib.compress(bytes(256))
+    tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: len(body)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    start = struct.pack("<2sHI", b"II", 42, 8 + len(body))
+    return start + body + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_large_transparent_images_are_converted_in_bands(monkeypatch):
+    noise = np.random.default_rng(0).integers(0, 256, (50, 40, 4), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    whole = images._as_rgb(image)
+    monkeypatch.setattr(images, "_BLOCK", 130)  # 3 rows
+    assert images._as_rgb(image) == whole
 
 
 def test_reduced_decoding_of_jpeg(saved):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from service_client import made_gallery, picture
@@ -27,7 +28,10 @@ from idml.search.gallery import Gallery
 from idml.server.limits import Limits
 from idml.server.serve import serve
 
-place, limits, slow = json.loads(sys.argv[1])
+place, limits, slow, hang = json.loads(sys.argv[1])
+if hang:  # every decoder process
+    from idml.data import decoder_process
+    decoder_process.COMMAND = (sys.executable, "-c", "import time; time.sleep(1000)")
 if slow:
     real = Gallery.search
     Gallery.search = lambda *args: print("searching", file=sys.stderr, flush=True) or time.sleep(slow) or real(*args)
@@ -42,6 +46,9 @@ SHORT = {
     "rate": 1e6,
     "burst": 10**6,
 }
+
+
+_OPEN = ("01", "03", "08")  # established, being established, left by the client
 
 
 class Live:
@@ -84,19 +91,26 @@ class Live:
         return float(re.search(rf"^{name} (\S+)$", text, re.MULTILINE).group(1))
 
     def files(self):
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        """Open files, and connections: those that wait to be accepted count too."""
+        links = []
+        for file in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed in this moment
+                links.append(os.readlink(file))
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        own = [row for row in rows if int(row[1].rpartition(":")[2], 16) == self.port]
+        return sum(link.startswith("/") for link in links) + sum(row[3] in _OPEN for row in own)
 
     def settles(self):
-        """No more open files than at the beginning, soon."""
-        until = time.monotonic() + 20
+        """No more open files and connections than at the beginning, in the end."""
+        until = time.monotonic() + 120
         while self.files() > self.few and time.monotonic() < until:
             time.sleep(0.05)
         return self.files() <= self.few
 
 
 @contextmanager
-def live(place, slow=0, **limits):
-    arguments = json.dumps([str(place), limits, slow])
+def live(place, slow=0, hang=False, **limits):
+    arguments = json.dumps([str(place), limits, slow, hang])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IDML_")}
     process = subprocess.Popen(
         [sys.executable, "-c", CODE, arguments], stderr=subprocess.PIPE, text=True, env=environment
@@ -423,6 +437,27 @@ def test_a_signal_during_a_request(tmp_path, tiny_run):
             server.connect()
         assert "Traceback" not in "".join(server.said)
     with Gallery.open(place, write=True) as gallery:  # the lock is free
+        assert len(gallery) == 12
+
+
+def test_a_signal_while_decoders_hang(tmp_path, tiny_run):
+    """A restart under load: whatever the decoders do, the service ends, and nothing of the gallery is lost."""
+    place = tmp_path / "gallery"
+    made_gallery(place, tiny_run).close()
+    with live(place, hang=True, decode_seconds=1000, stop_seconds=1) as server:
+        clients = [server.connect() for _ in range(8)]
+        for client in clients:
+            client.sendall(search_request(picture(3)))
+        deadline = time.monotonic() + 100
+        while server.metric("idml_queue") < 8 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert server.get("/api/items?limit=1")[0] == 200  # reading goes on
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == -signal.SIGTERM
+        for client in clients:
+            assert not read_all(client).startswith(b"HTTP/1.1 200")
+            client.close()
+    with Gallery.open(place, write=True) as gallery:
         assert len(gallery) == 12
 
 

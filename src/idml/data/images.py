@@ -1,20 +1,45 @@
-"""Decoding and resizing of images. Images are untrusted input: only known formats and bounded sizes are decoded."""
+"""Decoding and resizing of images. Images are untrusted input: only known formats and bounded sizes are decoded.
+
+Time and memory of decoding are bounded by counts that are checked first: bytes of the file, pixels, and scans of a JPEG
+(each scan of a few bytes may visit every pixel). So the time is at most a constant times (bytes + pixels · scans).
+"""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
+
+if TYPE_CHECKING:  # decoder processes need neither numpy nor torch: they start in a fraction of the time
+    from numpy import float64
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 64_000_000
+MAX_SIDE = 65_535  # the largest side of a JPEG; the memory for resizing an image grows with its longer side
+MAX_SCANS = 100  # an ordinary progressive JPEG has 10 (18 in CMYK)
 MIN_SIDE = 512
-_BLOCK = 1 << 18  # 16-bit pixels that are scaled at a time
+_BLOCK = 1 << 18  # pixels that are converted at a time
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
+Refusal = Literal["format", "size", "content"]
+
+
+class RefusedImage(ValueError):
+    """An image that is not decoded: of an unknown format, too large, or with broken content."""
+
+    def __init__(self, kind: Refusal, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: Refusal = kind
+
+
+class Decoded(NamedTuple):
+    """An RGB image and the format of its file."""
+
+    image: Image.Image
+    format: str
 
 
 def read_image(path: str | Path, *, min_side: int = MIN_SIDE) -> Image.Image:
@@ -29,59 +54,146 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_
     embedding a little. So at least 512 pixels are decoded even if fewer are wanted: a photo then has the same pixels in
     training, evaluation and search. An image that cannot be read is a ``ValueError`` with its ``name``.
     """
+    return decode_with_format(file, name, min_side=min_side).image
+
+
+def decode_with_format(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_SIDE) -> Decoded:
+    """Decode an image and tell its format; an image that cannot be read is a `RefusedImage`. See `decode_image`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a decoder's warnings do not name the file
-            with Image.open(file, formats=FORMATS) as image:
-                if image.width * image.height > MAX_PIXELS:
-                    raise ValueError(f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
-                if image.format == "JPEG":
-                    image.draft("RGB", (max(min_side, MIN_SIDE), max(min_side, MIN_SIDE)))
-                image.load()
-                return _as_rgb(ImageOps.exif_transpose(image))
+            if not isinstance(file, str | Path):
+                return _decode(file, min_side)
+            with open(file, "rb") as stream:
+                return _decode(stream, min_side)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no image {name!r}") from None
     except UnidentifiedImageError:
-        raise ValueError(f"cannot read the image {name!r}: it is none of {', '.join(FORMATS)}") from None
+        reason = f"cannot read the image {name!r}: it is none of {', '.join(FORMATS)}"
+        raise RefusedImage("format", reason) from None
     except Exception as error:  # decoders can raise any exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"cannot read the image {name!r}: {reason}") from error
+        large = isinstance(error, Image.DecompressionBombError)
+        kind: Refusal = error.kind if isinstance(error, RefusedImage) else "size" if large else "content"
+        raise RefusedImage(kind, f"cannot read the image {name!r}: {reason}") from error
+
+
+def _decode(file: BinaryIO, min_side: int) -> Decoded:
+    image: Image.Image = Image.open(file, formats=FORMATS)  # the only reference: its memory is freed by conversions
+    format = "JPEG" if image.format == "MPO" else str(image.format)  # MPO: several JPEGs in one file
+    _check_size(image)
+    if format == "JPEG":
+        if (scans := count_scans(file)) > MAX_SCANS:
+            raise RefusedImage("content", f"it has {scans} scans, more than {MAX_SCANS}")
+        image.draft("RGB", (max(min_side, MIN_SIDE), max(min_side, MIN_SIDE)))
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
+    return Decoded(_as_rgb(image), format)
+
+
+# -------------------- checks before decoding --------------------
+
+
+def _check_size(image: Image.Image) -> None:
+    """Refuse an image with too many pixels, or a TIFF with tiles larger than that."""
+    if image.width * image.height > MAX_PIXELS:
+        raise RefusedImage("size", f"it has {image.width}×{image.height} pixels, more than {MAX_PIXELS:,}")
+    if max(image.size) > MAX_SIDE:
+        raise RefusedImage("size", f"it has {image.width}×{image.height} pixels, a side of more than {MAX_SIDE:,}")
+    tags = getattr(image, "tag_v2", {})
+    width, height = tags.get(_TILE_WIDTH, 0), tags.get(_TILE_HEIGHT, 0)
+    if not (isinstance(width, int) and isinstance(height, int)) or width * height > MAX_PIXELS:
+        raise RefusedImage("size", f"it has tiles of {width}×{height} pixels, more than {MAX_PIXELS:,}")
+
+
+def count_scans(file: BinaryIO) -> int:
+    """Return how many scans of a JPEG a decoder would read; a number up to `MAX_SCANS` may be too large.
+
+    The marker FF DA begins a scan. Its number is an upper bound, and quick to count. Only if it is too large, because
+    other data contain these two bytes, are the segments followed as a decoder follows them, until the end marker.
+    """
+    file.seek(0)
+    markers, before = 0, b""
+    while piece := file.read(1 << 20):
+        markers += (before + piece).count(b"\xff\xda")
+        before = piece[-1:]
+    if markers <= MAX_SCANS:
+        return markers
+    file.seek(0)
+    return sum(marker == 0xDA for marker in _markers(file.read()))
+
+
+def _markers(data: bytes) -> Iterator[int]:
+    """Iterate over the markers of a JPEG, up to its end marker."""
+    place = 2
+    while (place := data.find(b"\xff", place)) >= 0:
+        while data[place : place + 1] == b"\xff":  # fill bytes
+            place += 1
+        marker, place = (data[place] if place < len(data) else 0xD9), place + 1
+        if marker == 0xD9:
+            return
+        if marker == 0 or marker == 1 or 0xD0 <= marker <= 0xD8:  # no marker, or one without a segment
+            continue
+        yield marker
+        place += int.from_bytes(data[place : place + 2])
+
+
+# -------------------- conversion to RGB --------------------
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _DEEP:
         return _grey(image).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    out = Image.new("RGB", image.size)
+    for top, rows in _bands(image):
+        rows = rows.convert("RGBA")
+        out.paste(Image.alpha_composite(Image.new("RGBA", rows.size, "white"), rows).convert("RGB"), (0, top))
+    return out
+
+
+def _bands(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Iterate over rows of an image, a few at a time, each with the number of the first: copies stay small."""
+    height = max(1, _BLOCK // image.width)
+    for top in range(0, image.height, height):
+        yield top, image.crop((0, top, image.width, min(top + height, image.height)))
 
 
 def _grey(image: Image.Image) -> Image.Image:
-    """Scale grey values of 16 bits and more to 8, block by block: a small file may hold very many pixels."""
-    deep = np.asarray(image).reshape(-1)
-    out = np.empty(deep.shape, np.uint8)
-    parts = [slice(first, first + _BLOCK) for first in range(0, len(deep), _BLOCK)]
+    """Scale grey values of 16 bits and more to 8."""
+    import numpy as np
+
+    out = np.empty((image.height, image.width), np.uint8)
     full = 65535.0
     if image.mode in ("F", "I"):  # the scale is unknown: take it from the largest value
-        largest = max(_values(deep[part]).max(initial=0.0) for part in parts)
+        largest = max(float(_values(rows).max(initial=0.0)) for _, rows in _bands(image))
         full = next((top for top in (1.0, 255.0, 65535.0) if largest <= top), largest)
-    for part in parts:
-        out[part] = (_values(deep[part]) / full * 255).clip(0, 255).round()
-    return Image.fromarray(out.reshape(image.height, image.width))
+    for top, rows in _bands(image):
+        out[top : top + rows.height] = (_values(rows) / full * 255).clip(0, 255).round()
+    return Image.fromarray(out)
 
 
-def _values(pixels: NDArray[Any]) -> NDArray[np.float64]:
-    return np.nan_to_num(pixels.astype(np.float64))
+def _values(image: Image.Image) -> "NDArray[float64]":
+    import numpy as np
+
+    values: NDArray[Any] = np.asarray(image)
+    return np.nan_to_num(values.astype(np.float64))
 
 
-def load_square(path: str | Path, size: int, *, grey: bool = False) -> Tensor:
+# -------------------- squares for a model --------------------
+
+
+def load_square(path: str | Path, size: int, *, grey: bool = False) -> "Tensor":
     """Load an image file as uint8 [3, size, size] (or [1, …] if ``grey``); see `crop_for_test`."""
     return crop_for_test(read_image(path, min_side=resized_side(size)), size, grey=grey)
 
 
-def crop_for_test(image: Image.Image, size: int, *, grey: bool = False) -> Tensor:
+def crop_for_test(image: Image.Image, size: int, *, grey: bool = False) -> "Tensor":
     """Resize an RGB image of any shape to a square, and crop the centre: what the test protocol uses."""
+    import numpy as np
+    import torch
+
     side = resized_side(size)
     image = image.resize((side, side), Image.Resampling.BILINEAR)
     place = (side - size) // 2

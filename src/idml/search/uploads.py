@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from idml.data.images import FORMATS, decode_image
+from idml.data.images import FORMATS, Decoded, decode_image
 from idml.embeddings import Embeddings
 from idml.search.embedder import BATCH, Embedder
 from idml.search.engines import DamagedGallery, Engine
@@ -25,15 +25,18 @@ _PIXELS = 16_000_000  # decode at most this many pixels, plus one image, before 
 class Upload:
     """The bytes of an image to add or to search for. The name appears only in error messages.
 
+    ``decoded`` is the image if it has been decoded already, in a decoder process for example.
+
     >>> Upload(b"no image", name="holiday.jpg").decode()
     Traceback (most recent call last):
     ...
-    ValueError: cannot read the image 'holiday.jpg': it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF
+    idml.data.images.RefusedImage: cannot read the image 'holiday.jpg': it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF
     """
 
     data: bytes
     label: str | None = None
     name: str = ""
+    decoded: Decoded | None = None
 
     @cached_property
     def checksum(self) -> str:
@@ -47,11 +50,15 @@ class Upload:
 
     def decode(self) -> Image.Image:
         """Decode the image as RGB; ``ValueError`` if that is not possible."""
+        if self.decoded is not None:
+            return self.decoded.image
         return decode_image(io.BytesIO(self.data), self.name[:1000] or "upload")
 
     @property
     def extension(self) -> str:
         """The file extension for the format of the bytes; only for an image that `decode` can read."""
+        if self.decoded is not None:
+            return EXTENSIONS[self.decoded.format]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(self.data), formats=FORMATS) as image:

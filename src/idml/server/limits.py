@@ -22,6 +22,10 @@ class Limits:
     """Bytes of all bodies in memory."""
     pixels: int = 200_000_000
     """Pixels of all decoded images in memory (3 bytes each); further images wait."""
+    decode_seconds: float = 10.0
+    """Time for decoding an image; then its process is killed."""
+    stuck_seconds: float = 30.0
+    """`/api/health` reports the service as stuck if one batch or change takes longer than this."""
     rate: float = 50.0
     """Requests per second from one client address, on average …"""
     burst: int = 200

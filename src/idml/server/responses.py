@@ -38,6 +38,11 @@ class ApiError(Exception):
         return JsonResponse({"error": " ".join(self.reason.split())}, self.status, headers)
 
 
+def shutting_down() -> ApiError:
+    """Build the error of a request that comes too late."""
+    return ApiError(503, "the service is shutting down", retry_after=10)
+
+
 class JsonResponse(Response):
     """A JSON response in ASCII, without NaN, that caches must not store."""
 

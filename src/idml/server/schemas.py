@@ -19,7 +19,7 @@ class Error(BaseModel):
 
 
 class Health(BaseModel):
-    """The service is running."""
+    """The service is running and not stuck."""
 
     status: Literal["ok"] = "ok"
     items: int

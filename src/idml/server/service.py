@@ -1,15 +1,15 @@
 """The gallery behind the routes: which thread does what, what waits, and what is refused.
 
 worker      one thread that embeds, searches and changes the gallery, one batch of queries or one change at a time
-decoders    two threads that check and decode uploaded images
+decoders    two processes that decode uploaded images, and a thread for each (`idml.server.decoders`)
 readers     four threads for everything that only reads
 mapper      one thread for the map, which takes long
 """
 
 import asyncio
-import io
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -27,11 +27,11 @@ from idml.search.engines import Item
 from idml.search.gallery import Gallery
 from idml.search.results import Reply
 from idml.search.uploads import Upload
-from idml.server.limits import Budget, Limits
+from idml.server.decoders import Decoders
+from idml.server.limits import Limits
 from idml.server.metrics import Metrics
-from idml.server.responses import ApiError, json_text
+from idml.server.responses import ApiError, json_text, shutting_down
 from idml.server.schemas import GalleryInfo, LabelCount, LabelPage, MapPoint
-from idml.server.uploads import decode_upload, read_header
 
 Order = Literal["added", "uncertain", "mixed"]
 Search = Callable[[Sequence[Image], int, RiskTargets], Sequence[Reply]]
@@ -47,14 +47,14 @@ class Service:
     def __init__(self, gallery: Gallery, limits: Limits, metrics: Metrics) -> None:
         self.gallery, self._limits, self._metrics = gallery, limits, metrics
         self._worker = ThreadPoolExecutor(1, "worker")
-        self._decoders = ThreadPoolExecutor(2, "decoder")
+        self._decoders = Decoders(limits)
         self._readers = ThreadPoolExecutor(4, "reader")
         self._mapper = ThreadPoolExecutor(1, "mapper")
         self._batcher = Batcher(
             self._search, self._worker, size=limits.batch, seconds=limits.batch_seconds, on_batch=metrics.count_batch
         )
-        self._pixels = Budget(limits.pixels)
         self._busy, self._open = 0, False
+        self._working_since: float | None = None  # when the worker began what it does now
         self._version = 0  # counts the changes of the gallery
         self._cache: dict[str, tuple[int, Any]] = {}  # values with the version they were computed for
         self._map: tuple[int, asyncio.Future[list[MapPoint]]] | None = None
@@ -68,12 +68,13 @@ class Service:
         self._poller = asyncio.create_task(self._poll_changes())
 
     async def close(self) -> None:
-        """Finish the requests in progress, then close the gallery."""
+        """Finish the requests in progress, then close the gallery. Nothing waits for a decoder."""
         self._open = False
+        await self._decoders.close()
         if self._poller is not None:
             self._poller.cancel()
         await self._batcher.close()
-        for pool in (self._decoders, self._readers, self._worker):
+        for pool in (self._readers, self._worker):
             await asyncio.to_thread(pool.shutdown)
         self._mapper.shutdown(wait=False, cancel_futures=True)
         self.gallery.close()
@@ -83,10 +84,8 @@ class Service:
     async def search(self, data: bytes, k: int, targets: RiskTargets) -> Reply:
         """Search for an uploaded image."""
         with self._queue_slot():
-            header = await self._run(self._decoders, read_header, io.BytesIO(data))
-            async with self._pixels.reserve(header.pixels):
-                image = await self._run(self._decoders, decode_upload, data)
-                reply = await self._batcher.search(image, k, targets)
+            async with self._decoders.decode(data) as decoded:
+                reply = await self._batcher.search(decoded.image, k, targets)
         self._metrics.count_answer(reply.answer.state.value)
         return reply
 
@@ -109,11 +108,9 @@ class Service:
     async def add(self, data: bytes, label: str | None) -> tuple[str, bool]:
         """Add an uploaded image; return its id and whether it is new."""
         self.check_writable()
-        upload = Upload(data, label, "upload")
         with self._queue_slot():
-            header = await self._run(self._decoders, read_header, io.BytesIO(data))
-            async with self._pixels.reserve(header.pixels):
-                await self._run(self._decoders, decode_upload, data)  # later failures are not the client's fault
+            async with self._decoders.decode(data) as decoded:
+                upload = Upload(data, label, "upload", decoded)
                 added = await self._run(self._worker, self._change_gallery, lambda: self.gallery.add([upload]))
         return upload.id, added.new == 1
 
@@ -138,7 +135,8 @@ class Service:
     def _change_gallery(self, work: Callable[[], T]) -> T:
         """Change the gallery, in the worker thread; cached values become outdated."""
         try:
-            return work()
+            with self._working():
+                return work()
         except OSError:
             log.exception("a change was not stored")
             raise ApiError(507, "this could not be stored (a full disk?); the server's log says why") from None
@@ -146,14 +144,15 @@ class Service:
             self._version += 1
 
     def _search(self, images: Sequence[Image], k: int, targets: RiskTargets) -> list[Reply]:
-        return self.gallery.search(images, k, targets)
+        with self._working():
+            return self.gallery.search(images, k, targets)
 
     # ---- reading ----
 
     async def read(self, work: Callable[..., T], *args: Any) -> T:
         """Read something from the gallery, in a thread."""
         if not self._open:
-            raise _shutting_down()
+            raise shutting_down()
         return await self._run(self._readers, work, *args)
 
     async def read_item(self, id: str, work: Callable[[Item], T]) -> T:
@@ -180,7 +179,7 @@ class Service:
     async def map(self) -> list[MapPoint]:
         """Return the map; requests that come while it is computed wait for the same one."""
         if not self._open:
-            raise _shutting_down()
+            raise shutting_down()
         if self._map is None or self._map[0] != self._version or (self._map[1].done() and self._map[1].exception()):
             self._map = self._version, asyncio.ensure_future(self._run(self._mapper, self._compute_map))
         return await asyncio.shield(self._map[1])
@@ -217,14 +216,38 @@ class Service:
                 reported = str(error)
 
     def _refresh(self) -> None:
-        if self.gallery.refresh():
-            self._version += 1
+        with self._working():
+            if self.gallery.refresh():
+                self._version += 1
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Note in the worker thread since when it works."""
+        self._working_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._working_since = None
+
+    async def check_health(self) -> int:
+        """Return the number of items; a 503 says that the service cannot answer now."""
+        since = self._working_since
+        if since is not None and (seconds := time.monotonic() - since) > self._limits.stuck_seconds:
+            raise ApiError(503, f"stuck: one batch or change has taken {seconds:.0f} seconds so far", retry_after=10)
+        if self._decoders.failure:
+            raise ApiError(503, self._decoders.failure, retry_after=10)
+        try:
+            async with asyncio.timeout(self._limits.stuck_seconds):
+                return await self.read(len, self.gallery)
+        except TimeoutError:
+            seconds = self._limits.stuck_seconds
+            raise ApiError(503, f"stuck: reading takes longer than {seconds:g} seconds", retry_after=10) from None
 
     @contextmanager
     def _queue_slot(self) -> Iterator[None]:
         """Hold a slot in the queue; refuse the request if the queue is full."""
         if not self._open:
-            raise _shutting_down()
+            raise shutting_down()
         if self._busy >= self._limits.queue:
             raise ApiError(503, "too much to do, try again", retry_after=1)
         self._busy += 1
@@ -235,10 +258,6 @@ class Service:
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "the service is shutting down", retry_after=10)
 
 
 # -------------------- pages of items --------------------
@@ -320,7 +339,7 @@ class Batcher:
     async def search(self, image: Image, k: int, targets: RiskTargets) -> Reply:
         """Return the reply to one query; raise what the search for this image raises."""
         if self._task is None:
-            raise _shutting_down()
+            raise shutting_down()
         query = _Query(image, k, targets, asyncio.get_running_loop().create_future())
         self._waiting.put_nowait(query)
         return await query.reply

@@ -3,7 +3,6 @@
 File names, extensions and content types from the client are ignored. The format is read from the bytes.
 """
 
-import io
 import os
 import stat
 from pathlib import Path
@@ -16,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from idml.data.images import FORMATS, MAX_PIXELS, decode_image
+from idml.data.images import FORMATS, MAX_PIXELS
 from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
 
@@ -47,9 +46,7 @@ def read_header(file: BinaryIO) -> ImageHeader:
     try:
         with Image.open(file, formats=FORMATS) as image:
             format = str(image.format)  # MPO: several JPEGs in one file
-            header = ImageHeader(
-                "JPEG" if format == "MPO" else format, image.width * image.height
-            )  # MPO: several JPEGs
+            header = ImageHeader("JPEG" if format == "MPO" else format, image.width * image.height)
     except UnidentifiedImageError:
         raise ApiError(415, f"this is not an image of a known format ({', '.join(FORMATS)})") from None
     except Image.DecompressionBombError:
@@ -59,14 +56,6 @@ def read_header(file: BinaryIO) -> ImageHeader:
     if header.pixels > MAX_PIXELS:
         raise ApiError(413, f"the image has more than {MAX_PIXELS:,} pixels")
     return header
-
-
-def decode_upload(data: bytes) -> Image.Image:
-    """Decode an image as RGB; an `ApiError` says what is wrong with it."""
-    try:
-        return decode_image(io.BytesIO(data), "upload")
-    except ValueError as error:
-        raise ApiError(422, str(error)) from None
 
 
 class ImageFile(NamedTuple):

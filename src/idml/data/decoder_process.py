@@ -1,0 +1,193 @@
+"""A process that decodes images, so that a decoder that hangs, crashes or takes too much memory can be killed.
+
+`DecoderProcess` is the side of the caller. The process itself is ``python -m idml.data.decoder_process``: it imports
+Pillow alone, reads jobs from a socket (its standard input) and ends when the socket closes.
+
+    job      length (8 bytes), bytes of the image
+    reply    length (4 bytes), JSON: format, width and height, or refused and reason
+    pixels   RGB, row by row, if the image was decoded
+"""
+
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from idml.data.images import Decoded, RefusedImage, decode_with_format
+
+COMMAND = (sys.executable, "-m", "idml.data.decoder_process")
+MAX_MEMORY = 1_500_000_000  # bytes of address space; an image of 64 million pixels needs up to 1.1 GB
+_ORPHAN_SECONDS = 120  # a job of a caller that was killed ends after this time
+_BAND = 1 << 22  # bytes of pixels that are copied at a time
+_READY = b"ready"
+
+
+class DecoderDied(Exception):
+    """The process has ended: it was killed, or it crashed."""
+
+
+class DecodedHeader(NamedTuple):
+    """Format and size of an image that the process has decoded."""
+
+    format: str
+    width: int
+    height: int
+
+
+class DecoderProcess:
+    """A process that decodes one image at a time. It starts with the first image, and again after its death.
+
+    Only one thread may decode; `kill` may be called by any. A job is two calls: `decode`, then `read_pixels`.
+    """
+
+    def __init__(self, command: tuple[str, ...] = COMMAND) -> None:
+        self._command = command
+        self._child: _Child | None = None
+        self._header: DecodedHeader | None = None
+
+    def decode(self, data: bytes) -> DecodedHeader:
+        """Decode an image; an image that cannot be read is a `RefusedImage`."""
+        if self._header is not None:  # nobody has read the pixels of the last image
+            self.kill()
+        child = self._child
+        if child is None:
+            child = self._child = _Child(self._command)
+        try:
+            reply = child.decode(data)
+        except (EOFError, OSError):
+            failed_to_start = not child.ready and self._child is child
+            self.kill()
+            if failed_to_start:
+                raise OSError(f"the process that decodes images does not start: {' '.join(self._command)}") from None
+            raise DecoderDied from None
+        if "refused" in reply:
+            raise RefusedImage(reply["refused"], reply["reason"])
+        self._header = DecodedHeader(reply["format"], reply["width"], reply["height"])
+        return self._header
+
+    def read_pixels(self) -> Decoded:
+        """Return the image that `decode` has decoded."""
+        child, header, self._header = self._child, self._header, None
+        try:
+            if child is None or header is None:
+                raise EOFError
+            return Decoded(child.read_pixels(header.width, header.height), header.format)
+        except (EOFError, OSError):
+            self.kill()
+            raise DecoderDied from None
+
+    def kill(self) -> None:
+        """End the process, whatever it does; a thread that waits for it gets `DecoderDied`."""
+        child, self._child, self._header = self._child, None, None
+        if child is not None:
+            child.end()
+
+
+class _Child:
+    """A running process and its socket. The lock keeps the socket open while it is used."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self.ready = False
+        self._lock = threading.RLock()
+        self._channel, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if not name.endswith("_KEY")}
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
+
+    def decode(self, data: bytes) -> dict[str, Any]:
+        with self._lock:
+            if not self.ready:
+                _receive(self._channel, len(_READY))
+                self.ready = True
+            self._channel.sendall(struct.pack(">Q", len(data)))
+            self._channel.sendall(data)
+            (length,) = struct.unpack(">I", _receive(self._channel, 4))
+            reply: dict[str, Any] = json.loads(bytes(_receive(self._channel, length)))
+            return reply
+
+    def read_pixels(self, width: int, height: int) -> Image.Image:
+        with self._lock:
+            bands = list(_bands(width, height))
+            if len(bands) == 1:
+                return Image.frombytes("RGB", (width, height), _receive(self._channel, 3 * width * height))
+            image = Image.new("RGB", (width, height))
+            for top, rows in bands:
+                band = Image.frombytes("RGB", (width, rows), _receive(self._channel, 3 * width * rows))
+                image.paste(band, (0, top))
+            return image
+
+    def end(self) -> None:
+        self._process.kill()  # a thread that holds the lock now gets the end of the socket
+        with self._lock:
+            self._process.wait()
+            self._channel.close()
+
+
+def _receive(channel: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view, place = memoryview(data), 0
+    while place < size:
+        count = channel.recv_into(view[place:])
+        if count == 0:
+            raise EOFError
+        place += count
+    return data
+
+
+def _bands(width: int, height: int) -> Iterator[tuple[int, int]]:
+    """Iterate over the first row and the number of rows of each band."""
+    rows = max(1, _BAND // (3 * width))
+    for top in range(0, height, rows):
+        yield top, min(rows, height - top)
+
+
+# -------------------- the process --------------------
+
+
+def main() -> None:
+    """Decode images until the socket at standard input closes."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which then closes the socket
+    channel = socket.socket(fileno=0)
+    channel.sendall(_READY)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print what they think of broken images
+    while True:
+        try:
+            (length,) = struct.unpack(">Q", _receive(channel, 8))
+            _do_job(channel, _receive(channel, length))
+        except (EOFError, OSError):
+            return
+
+
+def _do_job(channel: socket.socket, data: bytearray) -> None:
+    signal.alarm(_ORPHAN_SECONDS)  # kills the process, also within a decoder's C code
+    try:
+        image, format = decode_with_format(io.BytesIO(data), "upload")
+    except RefusedImage as error:
+        _send(channel, {"refused": error.kind, "reason": str(error)})
+        return
+    finally:
+        signal.alarm(0)
+    _send(channel, {"format": format, "width": image.width, "height": image.height})
+    for top, height in _bands(image.width, image.height):
+        channel.sendall(image.crop((0, top, image.width, top + height)).tobytes())
+
+
+def _send(channel: socket.socket, reply: dict[str, object]) -> None:
+    text = json.dumps(reply).encode()
+    channel.sendall(struct.pack(">I", len(text)) + text)
+
+
+if __name__ == "__main__":
+    main()
