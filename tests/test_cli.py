@@ -81,6 +81,25 @@ def test_a_mistake_is_one_line_and_exit_status_2(arguments, words, tmp_path, mon
     assert said.out == ""
 
 
+TOO_LARGE = [
+    (MemoryError(), "not enough memory (no reason given)"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nexactly"), "not enough memory ([enforce"),
+    (OverflowError("cannot convert float infinity to integer"), "cannot convert"),
+]
+
+
+@pytest.mark.parametrize(("error", "words"), TOO_LARGE, ids=["MemoryError", "torch", "OverflowError"])
+def test_too_much_memory_is_one_line(error, words, monkeypatch, capsys):
+    def fail(options):
+        raise error
+
+    monkeypatch.setattr(cli, "_export", fail)
+    assert cli.main(["export", "run", "--out", "x"]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
 def test_without_a_command_the_help_is_printed(capsys):
     assert cli.main([]) == 0
     said = capsys.readouterr()

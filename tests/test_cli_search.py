@@ -161,6 +161,7 @@ def test_looking_after_a_gallery(run):
         ("search g nowhere.png", "there is no image 'nowhere.png'"),
         ("search nowhere photos/c00/0.png", "there is no gallery"),
         ("search g photos/c00/0.png -k 0", "k must be a whole number above 0"),
+        ("search g photos/c00/0.png --max-error 5e-324", "max_error must be at least 1e-09"),
         ("search g photos/c00/0.png --max-error 0", "max_error must be between 0 and 1"),
         ("search g photos/c00/0.png --max-missed 1", "max_missed must be between 0 and 1"),
         ("search g run/model.safetensors", "it is none of JPEG"),

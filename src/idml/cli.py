@@ -63,8 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has stopped reading, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:
         print(f"idml {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):  # torch has no class of its own for it
+            raise
+        reason = " ".join(str(error).split()) or "no reason given"
+        print(f"idml {options.command}: there is not enough memory ({reason})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"idml {options.command}: interrupted", file=sys.stderr)

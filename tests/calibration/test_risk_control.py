@@ -77,6 +77,7 @@ def test_the_probability_that_any_true_null_passes_is_bounded():
 )
 def test_counts_against_loops(sample, thresholds):
     p, correct = torch.tensor([x for x, _ in sample], dtype=torch.float64), torch.tensor([y for _, y in sample])
+    thresholds = sorted(thresholds, reverse=True)
     found = ThresholdCounts.of(p, correct, thresholds, (0,))
     assert found.answered == tuple(sum(x >= t for x, _ in sample) for t in thresholds)
     assert found.wrong == tuple(sum(x >= t and not y for x, y in sample) for t in thresholds)

@@ -1,5 +1,6 @@
 """Stored calibrations: guarantees against simulation, the curve of single results, bad input, files."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -281,6 +282,50 @@ def test_a_calibration_fits_the_match_curve_to_its_fitting_half(tmp_path):
     loaded = Calibration.load(tmp_path / "c.json")
     assert loaded == found
     assert torch.equal(loaded.match_probability(at), found.match_probability(at))
+
+
+def change(content, path, value):
+    """Set one value in nested dictionaries."""
+    *outer, last = path.split(".")
+    for name in outer:
+        content = content[name]
+    content[last] = value(content[last]) if callable(value) else value
+
+
+IMPOSSIBLE = {
+    "confidence_model.blend": [1e308, -0.1, 2],
+    "confidence_model.deviation": [lambda x: [0.0, *x[1:]], lambda x: [-1.0, *x[1:]]],
+    "confidence_model.weights": [lambda x: [1e308, *x[1:]], lambda x: x[1:]],
+    "confidence_model.bias": [-1e308],
+    "confidence_model.features": [lambda x: ["colour", *x[1:]]],
+    "confidence_model.knots": [lambda x: [*x, 1.0], lambda x: [*x[1:], x[0] - 1] if x else [1.0]],
+    "counts.thresholds": [[], lambda x: [-0.5, *x[1:]], lambda x: [*x[:-1], -1.0], lambda x: [x[1] / 2, *x[1:]]],
+    "counts.answered": [lambda x: [10**6, *x[1:]], lambda x: [-1, *x[1:]], [], lambda x: x[::-1]],
+    "counts.wrong": [lambda x: [-5, *x[1:]], lambda x: [x[0] + 10**6, *x[1:]]],
+    "counts.total": [-1, 0],
+    "counts.starts": [[], [10**6], [-1], [2, 1], [0, 0]],
+    "novelty_score": ["colour"],
+    "percentiles": [{}, lambda x: {**x, "level": []}, lambda x: {**x, "level": [2.0, 1.0]}],
+    "sets.still_wrong": [[], [-1.0], [0.5, 0.9]],
+    "sets.mean_size": [[], lambda x: [-1.0, *x[1:]]],
+    "bins": [lambda x: [{**x[0], "count": 0}], lambda x: [{**x[0], "accuracy": 7.0}], lambda x: [{**x[0], "low": 1.0}]],
+    "profile": [{"size": 0, "nearest": [0.1]}, {"size": 5, "nearest": []}, {"size": 5, "nearest": [-0.5]}],
+    "unknown": [-1.0, 1.5],
+}
+
+
+@pytest.mark.parametrize("path", IMPOSSIBLE)
+def test_impossible_content_with_a_right_checksum_is_refused(tmp_path, path):
+    found, _ = fitted()
+    found.save(tmp_path / "c.json")
+    for value in IMPOSSIBLE[path]:
+        whole = json.loads((tmp_path / "c.json").read_text())
+        change(whole["content"], path, value)
+        whole["checksum"] = hashlib.sha256(json.dumps(whole["content"], sort_keys=True).encode()).hexdigest()
+        (tmp_path / "hostile.json").write_text(json.dumps(whole))
+        with pytest.raises(ValueError, match=r"hostile\.json is damaged") as refusal:
+            Calibration.load(tmp_path / "hostile.json")
+        assert "\n" not in str(refusal.value)
 
 
 def test_a_calibration_without_a_match_curve_says_so_and_older_files_are_refused(tmp_path):

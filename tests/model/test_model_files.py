@@ -161,6 +161,28 @@ def test_tensors_that_do_not_fit(tmp_path):
     refused(write(path, tensors, {**config, "embedding_dim": 9}), "has shape .* the model needs")
 
 
+HUGE = [{"u_hidden": 65_536}, {"embedding_dim": 65_536}, {"trunk": "vit_giant_patch14_224"}, {"in_chans": 1024}]
+
+
+@pytest.mark.parametrize("change", HUGE, ids=str)
+def test_a_small_file_that_describes_a_large_model_takes_no_memory(tmp_path, change, monkeypatch):
+    """Shapes are compared before any weight is allocated."""
+    tensors, config = parts(tmp_path)
+    path = write(tmp_path / "other.safetensors", tensors, {**config, **change})
+    allocated, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: allocated.append(out := empty(*a, **k)) or out)
+    refused(path, "has shape|are missing")
+    assert allocated
+    assert all(tensor.is_meta for tensor in allocated)
+
+
+@pytest.mark.parametrize("name", ["embedding_dim", "u_hidden", "in_chans", "image_size"])
+@pytest.mark.parametrize("value", [10**5, 10**8, 10**30])
+def test_sizes_are_bounded(tmp_path, name, value):
+    tensors, config = parts(tmp_path)
+    refused(write(tmp_path / "other.safetensors", tensors, {**config, name: value}), f"{name} must be at most")
+
+
 def test_configurations_that_cannot_be_read(tmp_path):
     tensors, config = parts(tmp_path)
     path = tmp_path / "other.safetensors"

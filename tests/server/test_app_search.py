@@ -52,7 +52,17 @@ def test_an_item_is_searched_without_itself(shared):
 @pytest.mark.parametrize(
     "query",
     [
-        *("?k=0", "?k=101", "?k=x", "?k=1.5", "?max_error=0", "?max_error=1", "?max_error=nan"),
+        *(
+            "?k=0",
+            "?k=101",
+            "?k=x",
+            "?k=1.5",
+            "?max_error=0",
+            "?max_error=5e-324",
+            "?max_missed=5e-324",
+            "?max_error=1",
+            "?max_error=nan",
+        ),
         *("?max_missed=0", "?max_missed=1", "?max_missed="),
     ],
 )

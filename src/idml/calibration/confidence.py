@@ -13,6 +13,7 @@ divided between folds.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ P_RIGHT, MIX, MIX_WITHOUT_U = "P(right)", "mix", "mix without u"  # their names 
 
 _FAR = 10.0  # scores are clipped at this many deviations
 _SLOPE = 1e-3  # the smallest weight of a single score: it keeps its order even if the fit finds no effect
+_LARGEST_WEIGHT = 1e9  # of a stored model: sums of larger weights may overflow
 _EQUAL = 0.01  # of R-AUROC: candidates within this distance of the best one are averaged with it
 
 
@@ -62,6 +64,14 @@ class ConfidenceModel:
         widths = {len(x) for x in (self.features, self.mean, self.deviation, self.weights)}
         if len(widths) > 1 or len(self.knots) != len(self.shares) or not (self.knots or self.blend == 1):
             raise ValueError("the parts of the model of P(right) do not fit together")
+        unknown = set(self.features) - {*WITHOUT_LABELS, *WITH_LABELS}
+        bounded = max(map(abs, (self.bias, *self.weights))) <= _LARGEST_WEIGHT
+        rising = all(a <= b for a, b in pairwise(self.knots))
+        falling = all(a >= b for a, b in pairwise(self.shares)) and all(0 <= share <= 1 for share in self.shares)
+        if unknown or not (0 <= self.blend <= 1 and min(self.deviation, default=1) > 0 and bounded):
+            raise ValueError("the model of P(right) has impossible values")
+        if not (rising and falling):
+            raise ValueError("the curve of P(right) does not fall from knot to knot")
 
     def doubt(self, evidence: Evidence) -> Tensor:
         """The doubt x of each query [n] in float64."""

@@ -158,6 +158,11 @@ class Profile:
     size: int
     nearest: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        in_order = list(self.nearest) == sorted(self.nearest) and min(self.nearest, default=-1.0) >= 0
+        if not (in_order and len(self.nearest) <= self.size):
+            raise ValueError("the profile of a gallery has impossible values")
+
     @classmethod
     def of(cls, gallery: Embeddings) -> "Profile":
         """Measure d₁ of up to 1000 of the gallery's images, drawn at random, each left out of its own search."""

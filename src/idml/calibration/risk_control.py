@@ -25,6 +25,7 @@ from torch import Tensor
 
 from idml.calibration.evidence import Profile
 
+SMALLEST_RATE = 1e-9  # a smaller error rate would need more calibration queries than anybody has
 ERROR_RATES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # those that reports and the search page offer
 
 # Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (target
@@ -59,7 +60,7 @@ def clopper_pearson(count: int, total: int, confidence: float = 0.95) -> tuple[f
     >>> round(low, 4), round(high, 4)
     (0.4439, 0.9748)
     """
-    tail = (1 - _check_rate("confidence", confidence)) / 2
+    tail = (1 - check_rate("confidence", confidence)) / 2
     return 1 - upper_bound(total - count, total, tail), upper_bound(count, total, tail)
 
 
@@ -101,9 +102,12 @@ def sequential_test(p: Sequence[float], level: float, starts: Sequence[int] = (0
     return passed
 
 
-def _check_rate(name: str, x: float) -> float:
+def check_rate(name: str, x: float) -> float:
+    """Return a share; a ``ValueError`` names one that is not between 0 and 1, or very small."""
     if not 0 < x < 1:
         raise ValueError(f"{name} must be between 0 and 1, got {x!r}")
+    if x < SMALLEST_RATE:
+        raise ValueError(f"{name} must be at least {SMALLEST_RATE:g}, got {x!r}")
     return x
 
 
@@ -153,6 +157,22 @@ class ThresholdCounts:
     total: int
     starts: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        n, counted = len(self.thresholds), zip(self.wrong, self.answered, strict=False)
+        if n == 0 or len(self.answered) != n or len(self.wrong) != n:
+            raise ValueError("the table of thresholds is empty, or its columns have different lengths")
+        if not all(0 <= wrong <= answered <= self.total for wrong, answered in counted):
+            raise ValueError("the table of thresholds has impossible counts")
+        if list(self.answered) != sorted(self.answered):
+            raise ValueError("a lower threshold of the table answers fewer queries")
+        if not all(0 <= t <= 1 for t in self.thresholds) or list(self.thresholds) not in (
+            sorted(self.thresholds),
+            sorted(self.thresholds, reverse=True),
+        ):
+            raise ValueError("the thresholds are not between 0 and 1, or not in order")
+        if not self.starts or list(self.starts) != sorted({*self.starts} & {*range(n)}):
+            raise ValueError("the table of thresholds has impossible starts")
+
     @classmethod
     def of(cls, p: Tensor, correct: Tensor, thresholds: Sequence[float], starts: Sequence[int]) -> "ThresholdCounts":
         """Count a sample. The thresholds must have been chosen without looking at it."""
@@ -174,8 +194,8 @@ class ThresholdCounts:
         >>> counts.find_guarantee(0.01, 0.9).reason
         'cannot promise at most 1 % wrong answers here: there are 100 calibration queries, at least 384 are needed'
         """
-        level = 1 - _check_rate("confidence", confidence)
-        fewest = fewest_queries(_check_rate("max_error", max_error), level / len(self.starts))
+        level = 1 - check_rate("confidence", confidence)
+        fewest = fewest_queries(check_rate("max_error", max_error), level / len(self.starts))
         shares = [self.answered[i] / self.total for i in self.starts if self.answered[i]]
         needed = math.ceil(fewest / max(shares, default=1.0) - 1e-9)  # a start sees only the queries that it answers
         passed = self._test_thresholds(max_error, level)
@@ -255,6 +275,11 @@ class ReliabilityBin:
     probability: float
     accuracy: float
     interval: tuple[float, float]  # of the accuracy: Clopper–Pearson, 95 %
+
+    def __post_init__(self) -> None:
+        shares = (self.low, self.high, self.probability, self.accuracy, *self.interval)
+        if self.count < 1 or self.low >= self.high or not all(0 <= share <= 1 for share in shares):
+            raise ValueError("a bin of the reliability diagram has impossible values")
 
 
 def reliability_bins(p: Tensor, correct: Tensor, *, bins: int = 10) -> list[ReliabilityBin]:

@@ -49,6 +49,7 @@ from idml.files import write_atomic
 T = TypeVar("T")
 _KIND, _VERSION = "idml calibration", 4
 _DOUBTS = (0.0, *(10 ** (-4 + i / 32) for i in range(129)))  # 10⁻⁴ … 1, the candidate thresholds of result sets
+_NOVELTY_SCORES = ("nearest", "kth", "doubt")
 _REFERENCE = 2000  # known queries that new ones are compared with
 _LIKELY = 0.5  # a query with a higher P(right) is never called absent: then its class is probably in the gallery
 
@@ -116,6 +117,13 @@ class ResultSets:
     counts: ThresholdCounts
     mean_size: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        falling = list(self.still_wrong) == sorted(self.still_wrong, reverse=True)
+        if not self.still_wrong or not falling or not all(0 <= share <= 1 for share in self.still_wrong):
+            raise ValueError("the table of result sets does not fall from 1")
+        if len(self.mean_size) != len(self.counts.thresholds) or min(self.mean_size) < 0:
+            raise ValueError("the table of result sets has impossible sizes")
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -139,6 +147,13 @@ class Calibration:
     def __post_init__(self) -> None:
         if not 0 <= self.unknown <= 1:
             raise ValueError(f"the share of unknown queries is a number from 0 to 1, not {self.unknown!r}")
+        if self.novelty_score not in _NOVELTY_SCORES:
+            raise ValueError(f"unknown score of novelty {self.novelty_score!r}")
+        needed = {"level", "margin" if self.labelled else "gap", *self.confidence_model.features}
+        if not needed <= self.percentiles.keys():
+            raise ValueError(f"percentiles of {', '.join(sorted(needed - self.percentiles.keys()))} are missing")
+        if not all(marks and list(marks) == sorted(marks) for marks in self.percentiles.values()):
+            raise ValueError("the percentiles of a score are missing or not in order")
 
     @classmethod
     def fit(
@@ -295,7 +310,7 @@ def _choose_novelty_score(model: ConfidenceModel, evidence: Evidence, known: Ten
     """The score that separates unknown queries best; the nearest distance if there are no unknown ones."""
     if bool(known.all()) or not bool(known.any()):
         return "nearest"
-    return max(("nearest", "kth", "doubt"), key=lambda name: auroc(_novelty_score(model, name, evidence), ~known))
+    return max(_NOVELTY_SCORES, key=lambda name: auroc(_novelty_score(model, name, evidence), ~known))
 
 
 def _novelty_score(model: ConfidenceModel, name: str, evidence: Evidence) -> Tensor:

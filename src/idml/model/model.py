@@ -37,6 +37,7 @@ PRETRAINED = "pretrained"
 LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
 LOG_VARIANCE_RANGE = (-14.0, 4.0)
 HEADS = ("linear", "slices", "logits", "parts", "logit_parts", "shared", "relations", "composed")
+LARGEST = {"embedding_dim": 65_536, "u_hidden": 65_536, "in_chans": 1024, "image_size": 4096}
 START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
 
 
@@ -100,6 +101,9 @@ class ModelConfig:
             raise ValueError(f"detach must be True or False, got {self.detach!r}")
         if type(self.u_hidden) is not int or self.u_hidden < 0:
             raise ValueError(f"u_hidden must be a whole number of at least 0, got {self.u_hidden!r}")
+        for name, largest in LARGEST.items():
+            if (getattr(self, name) or 0) > largest:
+                raise ValueError(f"{name} must be at most {largest:,}, got {getattr(self, name):,}")
         if self.u_hidden and self.uncertainty == "gaussian":
             raise ValueError("u_hidden goes with uncertainty='introspective': the Gaussian head is linear")
         if self.trunk_form not in ("timm", "keras"):
@@ -455,15 +459,14 @@ def load_model(run: str | Path) -> Model:
     path = Path(run)
     path = path / FILE if path.is_dir() else path
     config, tensors = _read(path)
-    given = tensors.get("semantic.weight")
-    if given is not None and len(given) != config.embedding_dim:
-        needed = [config.embedding_dim, *given.shape[1:]]
-        raise ValueError(f"{path}: semantic.weight has shape {list(given.shape)}, the model needs {needed}")
     try:
-        model = Model(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    check_tensors(path, tensors, model.state_dict(), "the model")
+        with torch.device("meta"):  # shapes without memory: a small file may describe a very large model
+            expected = Model(config).state_dict()
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # of a trunk that cannot have this size
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: {reason}") from None
+    check_tensors(path, tensors, expected, "the model")
+    model = Model(config)
     model.load_state_dict(tensors)
     return model.eval()
 

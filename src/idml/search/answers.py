@@ -19,7 +19,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from idml.calibration.evidence import Evidence, Profile
-from idml.calibration.risk_control import RiskGuarantee, conformal_p
+from idml.calibration.risk_control import RiskGuarantee, check_rate, conformal_p
 from idml.calibration.stored import Calibration
 
 _BLURRED = 0.9  # call a query blurred or ambiguous if its ‖u‖ exceeds this share of the calibration queries
@@ -65,8 +65,7 @@ class RiskTargets:
         if self.max_missed is not None:
             given["max_missed"] = self.max_missed
         for name, x in given.items():
-            if not 0 < x < 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {x!r}")
+            check_rate(name, x)
 
 
 def answer_queries(

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from idml.calibration.risk_control import SMALLEST_RATE
 from idml.search.answers import RiskTargets
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
@@ -175,8 +176,8 @@ def _add_search_routes(app: FastAPI, service: Service) -> None:
     async def search(
         request: Request,
         k: Annotated[int, Query(ge=1, le=100)] = 12,
-        max_error: Annotated[float, Query(gt=0, lt=1)] = 0.05,
-        max_missed: Annotated[float | None, Query(gt=0, lt=1)] = None,
+        max_error: Annotated[float, Query(ge=SMALLEST_RATE, lt=1)] = 0.05,
+        max_missed: Annotated[float | None, Query(ge=SMALLEST_RATE, lt=1)] = None,
     ) -> Response:
         """Search for an image. At most ``max_error`` of the answers *match* are wrong, where this can be guaranteed.
 
