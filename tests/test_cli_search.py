@@ -201,3 +201,24 @@ def test_two_writers(run, monkeypatch):
             assert (status, out) == (2, "")
             assert "was locked by another process for 0.2 seconds; try again later" in line
         assert len(result_of(run("gallery", "list", "g", "--json"))["items"]) == 240  # reading goes on
+
+
+def test_names_from_folders_are_escaped(run):
+    """A folder, a file and a label that would move the cursor, in every command that shows them."""
+    evil = "bird\x1b[2J\nFAKE LINE\u202e"
+    folder = Path("nasty") / evil
+    folder.mkdir(parents=True)
+    shutil.copy("photos/c00/0.png", folder / f"{evil}.png")
+    (folder / f"broken{evil}.png").write_bytes(b"no image")
+    for command in (
+        ("index", "run", "nasty", "--to", "g"),
+        ("gallery", "list", "g"),
+        ("search", "g", str(folder / f"{evil}.png")),
+        ("search", "g", str(folder / f"broken{evil}.png")),
+        ("search", "g", f"missing{evil}"),
+    ):
+        _, out, err = run(*command)
+        said = out + "".join(err)
+        assert all(c.isprintable() or c == "\n" for c in said)
+        assert "\nFAKE LINE" not in said
+    assert run("gallery", "list", "g", "--json")[1].count("FAKE LINE") == 3  # JSON has its own escapes

@@ -1,3 +1,6 @@
+import pytest
+
+from idml.errors import printable
 from idml.progress import Display
 
 STEP = {"step": 3, "steps": 10, "loss": 0.5, "images/s": 100.0, "level_clean": 0.1, "level_mixed": 0.2}
@@ -13,6 +16,23 @@ def test_a_run_is_told_in_lines_where_there_is_no_terminal(capsys):
     assert said.out == ""
     assert "epoch 0: held-out recall@1 25.0%" in said.err
     assert "[a line with brackets]" in said.err
+
+
+NASTY = {
+    "\x1b[2J": "\\x1b[2J",
+    "a\nb": "a\\nb",
+    "\x9b1m": "\\x9b1m",
+    "caf\udce9": "caf\\udce9",
+    "\u202etxt": "\\u202etxt",
+}
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_terminal_gets_printable_text_only(text, capsys):
+    assert printable(f"bird é 鳥 {text}") == f"bird é 鳥 {NASTY[text]}"
+    with Display() as display:
+        display.note(text)
+    assert capsys.readouterr().err == f"{NASTY[text]}\n"
 
 
 def test_the_bar_follows_the_rows(monkeypatch):

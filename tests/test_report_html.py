@@ -2,7 +2,7 @@
 
 import pytest
 
-from idml.report_html import prose, table
+from idml.report_html import page, prose, table
 
 
 @pytest.mark.parametrize("number", ["1", "-0.5", "+1.3 [+0.4, +2.2]", "12,345", "8.1 %", "0.68 ± 0.01"])
@@ -20,6 +20,12 @@ def test_text_stands_to_the_left(text):
 
 def test_long_texts_may_wrap_and_nothing_is_markup():
     assert "<td>a &lt;b&gt; and many more words</td>" in table(["x"], [["a <b> and many more words"]])
+
+
+def test_controls_and_changes_of_direction_are_escaped():
+    text = page("a\x1b[2Jb", "<p>c\u202ed\n\x00</p>").decode()
+    assert r"a\x1b[2Jb" in text
+    assert "<p>c\\u202ed\n\\x00</p>" in text
 
 
 def test_prose_marks_code_and_emphasis_only():

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_args
 
 from idml import __version__
 from idml.compat import keep_memory
+from idml.errors import printable
 from idml.methods import METHODS
 from idml.methods.options import Option
 from idml.progress import Display, image_counter
@@ -64,12 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, OverflowError) as error:
-        print(f"idml {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"idml {options.command}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):  # torch has no class of its own for it
             raise
-        reason = " ".join(str(error).split()) or "no reason given"
+        reason = printable(" ".join(str(error).split())) or "no reason given"
         print(f"idml {options.command}: there is not enough memory ({reason})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -102,7 +103,8 @@ def _add_runtime(parser: argparse.ArgumentParser) -> None:
 
 def _print_result(result: dict[str, Any], as_json: bool, lines: list[str], report: object = None) -> None:
     """Print the whole result for a program, or lines for a person; and where the report is, if there is one."""
-    print(json.dumps(result) if as_json else "\n".join(lines))
+    shown = [line if line.isprintable() else printable(line) for line in lines]
+    print(json.dumps(result) if as_json else "\n".join(shown))
     if report is not None:
         _print_note(f"the report is {report}")
 
@@ -115,7 +117,7 @@ def _format_figures(rows: dict[str, dict[str, float]]) -> list[str]:
 
 
 def _print_note(line: object) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 # -------------------- train --------------------

@@ -1,4 +1,4 @@
-"""Error messages that several parts of idml share."""
+"""Text for users that several parts of idml share: error messages, and names that are safe to show."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -17,3 +17,17 @@ def unknown_name(what: str, name: object, known: Iterable[str], *, whose: str = 
     near = get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.0)
     hint = f"; did you mean {folded[near[0]]!r}?" if near else ""
     return f"unknown {what} {name!r}{whose}{hint} ({choices or 'one of ' + (', '.join(names) or 'none')})"
+
+
+def printable(text: object) -> str:
+    """Return a text with every character escaped that is not printable: names of files may move a terminal's cursor.
+
+    >>> printable("red\x1b[31m\\nbird \u202e")
+    'red\\\\x1b[31m\\\\nbird \\\\u202e'
+    """
+    shown = str(text)
+    return shown if shown.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in shown)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from idml.errors import printable
+
 Progress = Callable[[dict[str, Any]], None]
 """Receives one row at a time: a training step, the figures of an epoch, or ``{"what", "done", "images"}``."""
 
@@ -64,4 +66,4 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -10,11 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from idml.errors import printable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LARGEST = 130  # pixels, including the frame
 _SHORT = 20  # letters: a cell with at most this many stays on one line
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # controls, directions
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; display: block; overflow-x: auto }
@@ -27,9 +30,8 @@ img, svg { max-width: 100%; height: auto }
 def page(title: str, *parts: str) -> bytes:
     """Build a complete HTML page that loads nothing from elsewhere."""
     text = "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-    return f"{text}<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>".encode(
-        errors="backslashreplace"
-    )
+    text += f"<title>{html.escape(title)}</title><style>{_STYLE}</style>{''.join(parts)}</html>"
+    return _HIDDEN.sub(lambda found: printable(found[0]), text).encode(errors="backslashreplace")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

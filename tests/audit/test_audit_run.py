@@ -170,12 +170,17 @@ def test_a_formula_in_a_name_a_label_or_a_score_is_quoted(run, tmp_path):
     root = pictures(tmp_path / "data", classes=4, each=4)
     (root / "class 0").rename(root / "=cmd()")
     (root / "class 2" / "1.png").rename(root / "=cmd()" / "@wrong.png")
+    (root / "class 1").rename(root / "\x1b[2J\n\u202e")
     audit_run(run, f"folder:{root}", tmp_path / "out")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "audit.csv").read_text())))
     mine = next(row for row in rows if row["image"] == "'=cmd()/@wrong.png")
     assert mine["label"] == "'=cmd()"
     cells = [cell for row in rows for cell in row.values()]
     assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in cells)
+    assert all(cell.isprintable() for cell in cells)
+    assert r"\x1b[2J\n\u202e" in "".join(cells)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert not {"\x1b", "\u202e"} & {*page}
 
 
 def test_the_report_shows_the_top_of_each_list_and_is_self_contained(first):

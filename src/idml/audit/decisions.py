@@ -156,9 +156,15 @@ class CurrentDecisions:
 
 def _format_line(decision: Decision) -> bytes:
     text = io.StringIO()
-    cells = (_quoted("".join(_ESCAPES.get(char, char) for char in cell)) for cell in astuple(decision))
+    cells = (_quoted("".join(map(_escape, cell))) for cell in astuple(decision))
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _escape(character: str) -> str:
+    if character.isprintable() and character != "\\":
+        return character
+    return _ESCAPES.get(character) or (f"\\u{ord(character):04x}" if ord(character) < 0x10000 else character)
 
 
 def _quoted(cell: str) -> str:

@@ -24,6 +24,7 @@ from idml.data.datasets import load_dataset
 from idml.data.pixel_cache import Pixels
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings
+from idml.errors import printable
 from idml.evaluation.evaluate import ImageCounter, load_model_pixels
 from idml.files import write_atomic
 from idml.model import Model, build_model, fingerprint, load_model
@@ -257,7 +258,7 @@ def _format_csv(findings: list[dict[str, Any]]) -> bytes:
         cells = {**finding, "suggested label": finding["suggested"], "score": f"{finding['score']:.4f}"}
         cells["partners"] = " | ".join(partner["image"] for partner in finding["partners"])
         cells["decision"] = _format_decision(finding)
-        rows.writerow(escape_formula(str(cells[column])) for column in _COLUMNS)
+        rows.writerow(escape_formula(printable(cells[column])) for column in _COLUMNS)
     return text.getvalue().encode("utf-8", "backslashreplace")
 
 

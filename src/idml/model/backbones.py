@@ -284,8 +284,8 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
         raise ValueError(f"{fault}: {len(missing)} of {len(expected)} tensors are missing (first: {missing[0]}){also}")
     if unknown:
         raise ValueError(f"{fault}: {len(unknown)} tensors do not belong to it (first: {unknown[0]})")
-    for name, tensor in tensors.items():
-        needed = expected[name]
+    for name in sorted(tensors, reverse=True):  # a weight before its bias: its shape says more
+        tensor, needed = tensors[name], expected[name]
         if tensor.shape != needed.shape:
             raise ValueError(f"{fault}: {name} has shape {list(tensor.shape)}, {owner} needs {list(needed.shape)}")
         if tensor.is_floating_point() != needed.is_floating_point() or tensor.is_complex():

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from idml.errors import printable
 from idml.progress import Note
 from idml.search.embedder import MANY, Runtime
 from idml.search.gallery import Gallery
@@ -21,7 +22,7 @@ from idml.server.security import LOCAL, Keys, is_loopback
 
 
 def _print_note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def serve(
