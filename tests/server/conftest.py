@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from idml.server.limits import Limits
+
 
 @pytest.fixture
 def gallery(tmp_path, tiny_run, monkeypatch):
@@ -20,7 +22,7 @@ def client(gallery):
     """A client of the service that needs no key."""
     from service_client import client_of
 
-    with client_of(gallery) as client:
+    with client_of(gallery, limits=Limits(map_seconds=600)) as client:
         yield client
 
 
@@ -29,7 +31,7 @@ def shared(tmp_path_factory, tiny_run):
     """A client of a service that a test leaves as it found it."""
     from service_client import client_of, made_gallery
 
-    from idml.server.limits import Limits
-
-    with client_of(made_gallery(tmp_path_factory.mktemp("shared") / "g", tiny_run), limits=Limits(rate=1e6)) as client:
+    with client_of(
+        made_gallery(tmp_path_factory.mktemp("shared") / "g", tiny_run), limits=Limits(rate=1e6, map_seconds=600)
+    ) as client:
         yield client

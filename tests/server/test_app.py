@@ -40,6 +40,20 @@ def test_gallery_info(client, gallery):
     }
 
 
+def test_the_map_is_computed_while_clients_ask_again(gallery, monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: go_on.wait() and [])
+    with client_of(gallery, limits=Limits(map_seconds=0.01)) as client:
+        for _ in range(3):
+            response = client.get("/api/map")
+            assert (response.status_code, response.json()) == (202, {"status": "computing"})
+            assert response.headers["retry-after"] == "1"
+        go_on.set()
+        while (response := client.get("/api/map")).status_code == 202:
+            pass
+        assert response.json() == {"points": []}
+
+
 def test_map(client, monkeypatch):
     made = []
 
@@ -55,7 +69,7 @@ def test_map(client, monkeypatch):
         {"id": identity(picture(n)), "x": n / 12, "y": None, "label": LABELS[n % 4], "level": 0.5} for n in range(12)
     ]
     assert contents[0] == {"points": points}
-    client.get("/api/map")
+    assert client.get("/api/map").status_code == 200
     assert len(made) == 1  # all of them got the same one
     client.delete(f"/api/items/{identity(picture(0))}")
     assert len(client.get("/api/map").json()["points"]) == 11
@@ -106,6 +120,56 @@ def test_unknown_methods_and_paths_do_not_grow_the_metrics(client):
     assert len(lines) <= 4
 
 
+def test_openapi_tells_where_a_key_is_needed(gallery):
+    with client_of(gallery, keys=Keys("full", "read")) as client:
+        content = client.get("/openapi.json").json()
+        schemes = content["components"]["securitySchemes"]
+        assert {(scheme["type"], scheme.get("name")) for scheme in schemes.values()} == {
+            ("apiKey", "X-API-Key"),
+            ("http", None),
+        }
+        for path, operations in content["paths"].items():
+            public = operations.get("get", {}).get("security") == [{}]
+            assert public == (path == "/api/health")
+            status = client.request(next(iter(operations)), path).status_code
+            assert (status == 401) == (not public)
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/health", "/metrics", "/api/items", "/openapi.json"])
+def test_head_is_get_without_a_body(shared, path):
+    got, head = shared.get(path), shared.head(path)
+    assert head.status_code == got.status_code == 200
+    assert head.content == b""
+    assert head.headers["content-type"] == got.headers["content-type"]
+    if path != "/metrics":
+        assert head.headers["content-length"] == got.headers["content-length"] == str(len(got.content))
+
+
+def test_head_of_an_item(client):
+    id = client.get("/api/items?limit=1").json()["items"][0]["id"]
+    for path in (f"/api/items/{id}", f"/api/items/{id}/image", f"/api/items/{id}/thumbnail"):
+        assert client.head(path).status_code == 200
+    assert client.head("/api/items/nothing").status_code == 404
+    assert client.head("/api/search").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/api/items", "GET, HEAD, POST"),
+        ("/api/items/x", "DELETE, GET, HEAD, PATCH"),
+        ("/api/search", "POST"),
+        ("/api/health", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_gets_the_right_ones(shared, path, methods):
+    for method in ("PUT", "OPTIONS", "TRACE"):
+        response = shared.request(method, path)
+        assert response.status_code == 405
+        assert response.headers["allow"] == methods
+
+
 def test_openapi(shared):
     content = shared.get("/openapi.json").json()
     assert content["openapi"].startswith("3.")
@@ -132,7 +196,9 @@ def test_openapi(shared):
             used = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
             assert used == ({"id"} if "{id}" in path else set())
             assert ("requestBody" in operation) == (method in ("post", "patch"))
-            assert ("security" in operation) == (path != "/api/health")
+            assert operation["security"] == [{}]  # no key is set: none is needed
+            for body in operation.get("requestBody", {}).get("content", {}).values():
+                assert body["schema"]["additionalProperties"] is False
     assert len(names) == sum(map(len, content["paths"].values()))
     text = json.dumps(content)
     references = {part.split('"')[0] for part in text.split('"$ref": "')[1:]}

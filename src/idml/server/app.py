@@ -2,17 +2,17 @@
 
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request, Security
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import APIKeyHeader
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from idml.calibration.risk_control import SMALLEST_RATE
 from idml.search.answers import RiskTargets
@@ -30,14 +30,17 @@ from idml.server.schemas import (
     ItemInfo,
     ItemPage,
     LabelPage,
+    MapProgress,
     SearchAnswer,
 )
-from idml.server.security import Keys, RequestGuard, Role
+from idml.server.security import Keys, RequestGuard, Role, required_role
 from idml.server.service import Order, Service
-from idml.server.uploads import clean_label, open_image_file, read_form, read_header
+from idml.server.uploads import LABEL_PATTERN, MAX_LABEL, clean_label, open_image_file, read_form, read_header
 from idml.version import __version__
 
 _MAX_LABEL_BODY = 5000  # bytes
+_RATE = {"type": "number", "minimum": SMALLEST_RATE, "exclusiveMaximum": 1}  # null cannot be sent in an address
+_LABEL_TEXT = {"maxLength": MAX_LABEL, "pattern": LABEL_PATTERN}
 
 
 def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[str] | None) -> FastAPI:
@@ -69,6 +72,7 @@ def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[
     _add_read_routes(app, service)
     _add_search_routes(app, service)
     _add_change_routes(app, service)
+    _describe_keys(app, keys)
     return app
 
 
@@ -87,7 +91,7 @@ def _add_page_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def static(file: str) -> Response:
         return await files.response(file)
 
-    @app.get("/api/health", response_model=Health, responses=_errors(429, 503))
+    @app.get("/api/health", response_model=Health, responses=_errors(403, 429, 503))
     async def health() -> Response:
         """Check that the service can answer; needs no key. 503 if it is stuck or shutting down."""
         return _json(Health(items=await service.check_health()))
@@ -165,10 +169,13 @@ def _add_read_routes(app: FastAPI, service: Service) -> None:
 
         return await service.read_item(id, open_image)
 
-    @app.get("/api/map", response_model=GalleryMap, **_reading())
+    @app.get("/api/map", response_model=GalleryMap, **_reading(202))
     async def map() -> Response:
-        """Get the map (t-SNE), with similar items close together. The first request after a change takes long."""
-        return _json(GalleryMap(points=await service.map()))
+        """Get the map (t-SNE), with similar items close together; 202 while it is being computed after a change."""
+        points = await service.map()
+        if points is None:
+            return JsonResponse(MapProgress().model_dump(), 202, {"retry-after": "1"})
+        return _json(GalleryMap(points=points))
 
 
 def _add_search_routes(app: FastAPI, service: Service) -> None:
@@ -177,7 +184,7 @@ def _add_search_routes(app: FastAPI, service: Service) -> None:
         request: Request,
         k: Annotated[int, Query(ge=1, le=100)] = 12,
         max_error: Annotated[float, Query(ge=SMALLEST_RATE, lt=1)] = 0.05,
-        max_missed: Annotated[float | None, Query(ge=SMALLEST_RATE, lt=1)] = None,
+        max_missed: Annotated[float | None, Query(ge=SMALLEST_RATE, lt=1), WithJsonSchema(_RATE)] = None,
     ) -> Response:
         """Search for an image. At most ``max_error`` of the answers *match* are wrong, where this can be guaranteed.
 
@@ -193,7 +200,7 @@ def _add_search_routes(app: FastAPI, service: Service) -> None:
     async def similar(
         id: str,
         k: Annotated[int, Query(ge=1, le=100)] = 12,
-        max_error: Annotated[float, Query(gt=0, lt=1)] = 0.05,
+        max_error: Annotated[float, Query(ge=SMALLEST_RATE, lt=1)] = 0.05,
     ) -> Response:
         """Search for an item of the gallery. It is left out: the answer is that of a gallery that lacks this image."""
         started = perf_counter()
@@ -205,7 +212,7 @@ def _add_change_routes(app: FastAPI, service: Service) -> None:
     form = _form("image", "label")
 
     @app.post(
-        "/api/items", status_code=201, response_model=AddedItem, **_reading(403, 408, 413, 415, 507), openapi_extra=form
+        "/api/items", status_code=201, response_model=AddedItem, **_reading(408, 413, 415, 507), openapi_extra=form
     )
     async def add(request: Request) -> Response:
         """Add an image, with or without a label."""
@@ -218,13 +225,13 @@ def _add_change_routes(app: FastAPI, service: Service) -> None:
         id, new = await service.add(fields["image"], clean_label(label))
         return _json(AddedItem(id=id, new=new), 201)
 
-    @app.patch("/api/items/{id}", status_code=204, **_reading(403, 404, 408, 413, 415, 507), openapi_extra=_LABEL)
+    @app.patch("/api/items/{id}", status_code=204, **_reading(404, 408, 413, 415, 507), openapi_extra=_LABEL)
     async def relabel(id: str, request: Request) -> Response:
         """Change or remove the label of an item."""
         await service.relabel(id, await _read_label(request))
         return Response(status_code=204)
 
-    @app.delete("/api/items/{id}", status_code=204, **_reading(403, 404, 507))
+    @app.delete("/api/items/{id}", status_code=204, **_reading(404, 507))
     async def remove(id: str) -> Response:
         """Remove an item."""
         await service.remove(id)
@@ -257,7 +264,15 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     """Answer a request with an unknown address or method."""
     assert isinstance(error, HTTPException)
     reason = {404: "there is nothing here", 405: "this method is not known here"}.get(error.status_code, "bad request")
-    return JsonResponse({"error": reason}, error.status_code, dict(error.headers or {}))
+    headers = {"allow": _allowed_methods(request)} if error.status_code == 405 else {}
+    return JsonResponse({"error": reason}, error.status_code, headers)
+
+
+def _allowed_methods(request: Request) -> str:
+    """List the methods of all routes at the address of a request; each route knows only its own."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
+    methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
 
 
 async def _handle_invalid_parameter(request: Request, error: Exception) -> Response:
@@ -268,23 +283,44 @@ async def _handle_invalid_parameter(request: Request, error: Exception) -> Respo
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": Error} for status in statuses}
+    return {status: {"model": MapProgress if status == 202 else Error} for status in statuses}
+
+
+def _describe_keys(app: FastAPI, keys: Keys) -> None:
+    """Let OpenAPI say which requests need a key (none, if no key is set), and in which headers it is sent."""
+    ways: list[dict[str, list[str]]] = [{}] if keys.open else [{"key": []}, {"bearer": []}]
+    schemes = {
+        "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        "bearer": {"type": "http", "scheme": "bearer"},
+    }
+    build: Callable[[], dict[str, Any]] = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            content = build()
+            content.setdefault("components", {})["securitySchemes"] = schemes
+            for path, operations in content["paths"].items():
+                for method, operation in operations.items():
+                    public = required_role(method.upper(), path) == Role.NOBODY
+                    operation["security"] = [{}] if public else ways
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation does it
 
 
 def _reading(*statuses: int) -> dict[str, Any]:
-    """Build the OpenAPI description of a route that needs a key. `RequestGuard` checks the key, not the route."""
-    key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
-    return {"dependencies": [key], "responses": _errors(401, *statuses, 422, 429, 500, 503)}
+    """Build the OpenAPI description of the answers of a route that needs a key."""
+    return {"responses": _errors(401, 403, *statuses, 422, 429, 500, 503)}
 
 
 def _body(kind: str, required: str, **properties: object) -> dict[str, Any]:
-    schema = {"type": "object", "required": [required], "properties": properties}
+    schema = {"type": "object", "required": [required], "properties": properties, "additionalProperties": False}
     return {"requestBody": {"required": True, "content": {kind: {"schema": schema}}}}
 
 
 def _form(*fields: str) -> dict[str, Any]:
-    kinds = {"image": {"type": "string", "format": "binary"}, "label": {"type": "string", "maxLength": 200}}
+    kinds = {"image": {"type": "string", "format": "binary"}, "label": {"type": "string", **_LABEL_TEXT}}
     return _body("multipart/form-data", "image", **{name: kinds[name] for name in fields})
 
 
-_LABEL = _body("application/json", "label", label={"type": ["string", "null"], "maxLength": 200})
+_LABEL = _body("application/json", "label", label={"type": ["string", "null"], **_LABEL_TEXT})

@@ -26,6 +26,8 @@ class Limits:
     """Time for decoding an image; then its process is killed."""
     stuck_seconds: float = 30.0
     """`/api/health` reports the service as stuck if one batch or change takes longer than this."""
+    map_seconds: float = 0.5
+    """How long a request for the map waits until it is computed."""
     rate: float = 50.0
     """Requests per second from one client address, on average …"""
     burst: int = 200

@@ -24,15 +24,20 @@ _CHUNK = 1 << 16
 
 
 class ApiError(Exception):
-    """A request that is refused: the HTTP status, a reason in one line, and after how many seconds to try again."""
+    """A request that is refused: the HTTP status, a reason in one line, and after how many seconds to try again.
 
-    def __init__(self, status: int, reason: str, *, retry_after: int | None = None) -> None:
+    ``close`` also closes the connection.
+    """
+
+    def __init__(self, status: int, reason: str, *, retry_after: int | None = None, close: bool = False) -> None:
         super().__init__(reason)
-        self.status, self.reason, self.retry_after = status, reason, retry_after
+        self.status, self.reason, self.retry_after, self.close = status, reason, retry_after, close
 
     def response(self) -> "JsonResponse":
         """Build the response that reports the error."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.close:
+            headers["connection"] = "close"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JsonResponse({"error": " ".join(self.reason.split())}, self.status, headers)

@@ -214,6 +214,12 @@ class MapPoint(BaseModel):
         )
 
 
+class MapProgress(BaseModel):
+    """The map is being computed: ask again."""
+
+    status: Literal["computing"] = "computing"
+
+
 class GalleryMap(BaseModel):
     """The map of the gallery."""
 

@@ -176,6 +176,8 @@ class RequestGuard:
         body, response, started = _Body(self, receive, self._limits), _Response(scope, send), perf_counter()
         try:
             self._check(scope)
+            if scope["method"] == "HEAD":  # the routes know GET; `_Response` leaves out the body
+                scope = {**scope, "method": "GET"}
             await self._app(scope, body.receive, response.send)
         except ApiError as error:
             if response.status:
@@ -190,11 +192,13 @@ class RequestGuard:
             await _INTERNAL_ERROR.response()(scope, receive, response.send)
         finally:
             self.body_bytes -= body.size
-            self._metrics.count_request(scope["method"], _route(scope), response.status, perf_counter() - started)
+            self._metrics.count_request(response.method, _route(scope), response.status, perf_counter() - started)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see another end of the body
+            raise ApiError(400, "send either Content-Length or Transfer-Encoding", close=True)
         if self._hosts is not None and _without_port(host) not in self._hosts:
             raise ApiError(403, "this service accepts only localhost as the host name")
         if missing := self._limiter.take(scope["client"][0] if scope.get("client") else ""):
@@ -245,7 +249,7 @@ class _Response:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._policy = _PAGE if scope["path"] in _PAGES or scope["path"].startswith("/static/") else _DATA
-        self._send = send
+        self._send, self.method = send, scope["method"]
         self.status = 0  # nothing was sent yet
 
     async def send(self, message: Message) -> None:
@@ -256,6 +260,8 @@ class _Response:
             headers["content-security-policy"] = self._policy
             for name, value in _HEADERS.items():
                 headers[name] = value
+        elif message["type"] == "http.response.body" and self.method == "HEAD":
+            message = {**message, "body": b""}
         await self._send(message)
 
 

@@ -9,13 +9,13 @@ mapper      one thread for the map, which takes long
 import asyncio
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
+from time import monotonic
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -176,13 +176,14 @@ class Service:
         """Return the sorted items; call it in a thread."""
         return self._cached("listing", lambda: Listing(self.gallery))
 
-    async def map(self) -> list[MapPoint]:
-        """Return the map; requests that come while it is computed wait for the same one."""
+    async def map(self) -> list[MapPoint] | None:
+        """Return the map; None if it is still being computed. All requests wait a moment for the same one."""
         if not self._open:
             raise shutting_down()
         if self._map is None or self._map[0] != self._version or (self._map[1].done() and self._map[1].exception()):
             self._map = self._version, asyncio.ensure_future(self._run(self._mapper, self._compute_map))
-        return await asyncio.shield(self._map[1])
+        done, _ = await asyncio.wait([self._map[1]], timeout=self._limits.map_seconds)
+        return self._map[1].result() if done else None
 
     def _compute_map(self) -> list[MapPoint]:
         return [MapPoint.of(point) for point in tsne_map.gallery_map(self.gallery)]
@@ -223,7 +224,7 @@ class Service:
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Note in the worker thread since when it works."""
-        self._working_since = time.monotonic()
+        self._working_since = monotonic()
         try:
             yield
         finally:
@@ -232,7 +233,7 @@ class Service:
     async def check_health(self) -> int:
         """Return the number of items; a 503 says that the service cannot answer now."""
         since = self._working_since
-        if since is not None and (seconds := time.monotonic() - since) > self._limits.stuck_seconds:
+        if since is not None and (seconds := monotonic() - since) > self._limits.stuck_seconds:
             raise ApiError(503, f"stuck: one batch or change has taken {seconds:.0f} seconds so far", retry_after=10)
         if self._decoders.failure:
             raise ApiError(503, self._decoders.failure, retry_after=10)

@@ -19,6 +19,8 @@ from idml.data.images import FORMATS, MAX_PIXELS
 from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
 
+MAX_LABEL = 200  # characters
+LABEL_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # no control characters: one line
 _MAX_FIELD = 2000  # bytes of a form field other than the image
 
 
@@ -153,7 +155,7 @@ async def read_form(request: Request, known: tuple[str, ...]) -> dict[str, bytes
 
 def clean_label(label: str | None) -> str | None:
     """Strip a label; None if it is empty. A label that is not one line of text is refused."""
-    label = (label or "").strip()
-    if len(label) > 200 or any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in label):
-        raise ApiError(422, "a label is one line of at most 200 characters, without control characters")
-    return label or None
+    label = label or ""
+    if len(label) > MAX_LABEL or any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in label):
+        raise ApiError(422, f"a label is one line of at most {MAX_LABEL} characters, without control characters")
+    return label.strip() or None
