@@ -393,7 +393,13 @@ def _gallery(options: argparse.Namespace) -> int:
             lines = [f"{i['id']}  {i['label'] or '-'}  {i['path']!r}" for i in listed]
             _print_result({"items": listed}, options.json, lines)
         elif action == "verify":
-            problems = [str(problem) for problem in engine.verify()]
+            from idml.search.gallery import is_milvus
+            from idml.search.integrity import verify_folder
+
+            with Display("verifying") as display:
+                counter = image_counter(display.report, "compared")
+                found = engine.verify() if is_milvus(place) else verify_folder(engine, Path(place), progress=counter)
+            problems = [str(problem) for problem in found]
             _print_result({"problems": problems}, options.json, problems or [f"all {len(engine):,} items are sound"])
             return 2 if problems else 0
         elif action == "backup":

@@ -8,11 +8,13 @@ The gallery holds copies of what it needs from the run, so the run is not needed
     GALLERY/model/calibration.json                   for galleries with labels, if the run has one
     GALLERY/model/calibration-unlabelled.json        for galleries without labels, if the run has one
     GALLERY/uploads/                                 uploaded images, named by their ids
-    GALLERY/roots.json                               {name: folder}, the indexed folders; they stay where they are
+    GALLERY/roots.json                               {name: folder}, the indexed folders; they stay where they are;
+                                                     with a checksum
 
 The path of an item begins with the name of its root (an indexed folder, or ``uploads``), followed by the path below it.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -118,6 +120,10 @@ def find_model(folder: Path) -> str | Path:
 # -------------------- image files --------------------
 
 
+def _checksum(roots: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(roots, sort_keys=True).encode()).hexdigest()
+
+
 class ImageRoots:
     """The folders that contain the image files of a gallery. Roots added by another process are visible at once."""
 
@@ -125,7 +131,7 @@ class ImageRoots:
         self.folder = folder
 
     def read(self) -> dict[str, str]:
-        """Read the indexed folders by name."""
+        """Read the indexed folders by name; a list without a checksum was written by an older version or by hand."""
         path = self.folder / ROOTS
         try:
             roots = json.loads(path.read_bytes())
@@ -133,6 +139,12 @@ class ImageRoots:
             return {}
         except (ValueError, RecursionError):
             raise ValueError(f"{path} is damaged: it is not JSON") from None
+        if isinstance(roots, dict) and isinstance(roots.get("folders"), dict):
+            if roots.keys() != {"folders", "checksum"} or roots["checksum"] != _checksum(roots["folders"]):
+                raise ValueError(
+                    f"{path} is damaged: its checksum does not fit the folders; docs/search.md has a remedy"
+                )
+            roots = roots["folders"]
         if not isinstance(roots, dict) or not all(isinstance(root, str) for root in roots.values()):
             raise ValueError(f"{path} is damaged: it should name folders")
         return roots
@@ -147,7 +159,9 @@ class ImageRoots:
             own = os.path.basename(folder) or "root"
             taken = {UPLOADS, *roots}
             name = next(x for n in range(1, len(taken) + 2) if (x := own if n == 1 else f"{own}-{n}") not in taken)
-            write_atomic(self.folder / ROOTS, (json.dumps({**roots, name: folder}, indent=1) + "\n").encode())
+            roots[name] = folder
+            content = {"folders": roots, "checksum": _checksum(roots)}
+            write_atomic(self.folder / ROOTS, (json.dumps(content, indent=1) + "\n").encode())
             return name
 
     def find_file(self, path: str) -> Path | None:
