@@ -35,7 +35,7 @@ class Stream:
         """Image numbers and batches of an epoch that begins with ``step``, without the first ``skip``."""
         rows = _PlannedBatches(self.pixels, self.plan(epoch)[skip:])
         loader = DataLoader(rows, batch_size=None, shuffle=False, num_workers=self.config.workers)
-        for i, (numbers, images) in enumerate(loader, start=step + skip):
+        for i, (numbers, images) in enumerate(_loaded(loader), start=step + skip):
             yield numbers, self.prepare(numbers, images, epoch, i)
 
     def prepare(self, numbers: Tensor, images: Tensor, epoch: int, step: int) -> Batch:
@@ -55,6 +55,21 @@ class Stream:
         cache = FeatureCache(model, images=len(numbers))
         parts = (centre_crop(self.pixels.batch(n).to(self.device), self.size) for n in numbers.split(128))
         return torch.cat([torch.from_numpy(cache.compute(part)) for part in parts])
+
+
+def _loaded(loader: "DataLoader[tuple[Tensor, Tensor]]") -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterate over the batches; a worker process that was killed (by the system, for want of memory) is one line."""
+    batches = iter(loader)
+    while True:
+        try:
+            batch: tuple[Tensor, Tensor] = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise OSError("a process that prepares batches was killed; continue with --resume") from None
+        yield batch
 
 
 class _PlannedBatches(Dataset[tuple[Tensor, Tensor]]):
