@@ -21,7 +21,7 @@ def run(code, path=None):
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(path), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

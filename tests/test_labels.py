@@ -67,8 +67,9 @@ def test_fast_for_240_against_11318_classes():
     sets = LabelSets.cat([LabelSets(labels), LabelSets.mixed(labels, labels.flip(0))])
     classes = LabelSets(torch.arange(11318))
     assert torch.equal(sets.in_classes(11318), sets.matches(classes))
-    quickest = min(_seconds(lambda: sets.in_classes(11318)) for _ in range(5))
-    assert quickest < 0.02, f"{quickest * 1e3:.1f} ms"
+    mask = sets.in_classes(11318)
+    own, copying = (min(_seconds(call) for _ in range(9)) for call in (lambda: sets.in_classes(11318), mask.clone))
+    assert own < 60 * copying, f"{own * 1e3:.2f} ms, copying the result {copying * 1e3:.2f} ms"
 
 
 def _seconds(call):

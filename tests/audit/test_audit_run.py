@@ -401,7 +401,7 @@ def test_no_run_a_run_of_another_size_and_no_data(run, made, tmp_path):
     shutil.copytree(run, other)
     data = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(data.replace(b'embedding_dim\\": 16', b'embedding_dim\\": 32'))
-    refused("semantic.weight has shape [16", other, f"folder:{made}", tmp_path / "o")
+    refused("weight has shape [16", other, f"folder:{made}", tmp_path / "o")
     refused("there is no '", run, f"folder:{made}/nowhere", tmp_path / "o", error=FileNotFoundError)
     refused("unknown data set 'nothing'", run, "nothing", tmp_path / "o")
     assert not (tmp_path / "o").exists()

@@ -263,7 +263,7 @@ def test_two_processes_at_once(tmp_path, small, drawn):
         )
         for number in range(2)
     ]
-    assert [process.communicate(timeout=120) for process in both] == [(small[2] + "\n", "")] * 2
+    assert [process.communicate(timeout=600) for process in both] == [(small[2] + "\n", "")] * 2
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".npz", ".ready", ".ready"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

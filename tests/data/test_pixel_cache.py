@@ -106,7 +106,7 @@ def test_two_processes_build_one_file(photos, tmp_path):
     root, cache = photos.sources[0].root, tmp_path / "cache"
     command = [sys.executable, "-c", BUILD, str(root), str(cache)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = [process.communicate(timeout=60)[0].split() for process in both]
+    printed = [process.communicate(timeout=600)[0].split() for process in both]
     assert all(process.returncode == 0 for process in both)
     assert printed[0][-2] == printed[1][-2]
     assert sorted(len(words) for words in printed) == [2, 14]  # one built, the other waited

@@ -4,13 +4,15 @@ import asyncio
 import io
 import sys
 import threading
+import time
 
 import pytest
 from PIL import Image
-from serving import client_of, picture, said, search
+from service_client import client_of, picture, said, search
 
 from idml.data import decoder_process
 from idml.data.images import MAX_SIDE, decode_image
+from idml.server import service
 from idml.server.decoders import Decoders
 from idml.server.limits import Limits
 from idml.server.responses import ApiError
@@ -165,12 +167,12 @@ def test_health_tells_of_a_stuck_service(gallery, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     real = gallery.search
     monkeypatch.setattr(gallery, "search", lambda *args: begun.set() or (go_on.wait() and real(*args)))
-    with client_of(gallery, limits=Limits(stuck_seconds=0.01)) as client:
+    with client_of(gallery, limits=Limits(stuck_seconds=1000)) as client:
         assert client.get("/api/health").status_code == 200
         thread = threading.Thread(target=search, args=(client, picture(1)))
         thread.start()
         begun.wait()
-        threading.Event().wait(0.05)
+        monkeypatch.setattr(service, "monotonic", lambda: time.monotonic() + 1001)
         response = client.get("/api/health")
         assert response.status_code == 503
         assert "stuck" in said(response)

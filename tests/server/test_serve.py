@@ -64,7 +64,7 @@ class Live:
         for line in self.process.stderr:
             self.said.append(line)
 
-    def wait_for(self, words, seconds=120):
+    def wait_for(self, words, seconds=600):
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             for line in self.said:
@@ -75,10 +75,10 @@ class Live:
         raise AssertionError("".join(self.said))
 
     def connect(self):
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120)
 
     def get(self, path, method="GET", headers=None, body=None):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
             connection.request(method, path, body, headers or {})  # the path goes out as it is
             response = connection.getresponse()
@@ -214,13 +214,13 @@ def test_a_client_with_a_slow_body_gets_an_error(server):
         connection.sendall(search_request(b"x" * 1000)[:-900])
         connection.settimeout(0.1)
         started, data = time.monotonic(), b""
-        while not data and time.monotonic() - started < 8:
+        while not data and time.monotonic() - started < 120:
             connection.sendall(b"x")
             try:
                 data = connection.recv(65536)
             except TimeoutError:
                 continue
-        connection.settimeout(8)
+        connection.settimeout(120)
         data += read_all(connection)  # the body may come in a packet of its own
         assert data.startswith(b"HTTP/1.1 408")
         assert b'{"error":"the body did not arrive within 1.5 seconds"}' in data
@@ -234,7 +234,7 @@ def test_a_client_that_does_not_read_is_disconnected(server):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(b"GET /api/items/%b/image HTTP/1.1\r\nHost: localhost\r\n\r\n" % id.encode())
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while server.files() < server.few + 2 and time.monotonic() < until:  # the connection and the image
             time.sleep(0.01)
         assert server.files() >= server.few + 2  # a third one may be open for a moment
@@ -248,15 +248,15 @@ def test_aborted_requests_leave_nothing(server):
     items = server.metric("idml_gallery_items")
     whole = search_request(picture(3))
     for n in range(60):
-        with server.connect() as connection:
+        with suppress(OSError), server.connect() as connection:  # refused, if too many are open
             connection.sendall(whole[: len(whole) * n // 60])
             if n % 3 == 0:  # not a farewell but a reset
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     for _ in range(20):  # and some that do not wait for their answer
-        with server.connect() as connection:
+        with suppress(OSError), server.connect() as connection:
             connection.sendall(whole)
     assert server.settles()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while server.metric("idml_queue") and time.monotonic() < until:  # what was complete is still worked on
         time.sleep(0.1)
     assert server.metric("idml_queue") == 0
@@ -298,8 +298,12 @@ def test_a_wrong_content_length(server):
         connection.sendall(search_request(picture(3), length=5000))
         assert connection.recv(65536).startswith(b"HTTP/1.1 408")
     with server.connect() as connection:  # both kinds of length: a smuggler's request
-        connection.sendall(search_request(b"x").replace(b"\r\nHost", b"\r\nTransfer-Encoding: chunked\r\nHost"))
-        assert read_all(connection)[9:12] in (b"400", b"415", b"422")
+        smuggler = search_request(b"x").replace(b"\r\nHost", b"\r\nTransfer-Encoding: chunked\r\nHost")
+        connection.sendall(smuggler + b"GET /api/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        data = read_all(connection)  # closed: what follows is not read as a request
+        assert data[9:12] == b"400"
+        assert b"connection: close" in data
+        assert data.count(b"HTTP/1.1") == 1
 
 
 @pytest.mark.parametrize(
@@ -432,7 +436,7 @@ def test_a_signal_during_a_request(tmp_path, tiny_run):
             assert data.startswith(b"HTTP/1.1 200 OK")
             assert json.loads(data.partition(b"\r\n\r\n")[2])["results"][0]["distance"] < 1e-3
             assert read_all(idle) == b""
-        assert server.process.wait(20) == -signal.SIGTERM
+        assert server.process.wait(120) == -signal.SIGTERM
         with pytest.raises(ConnectionRefusedError):
             server.connect()
         assert "Traceback" not in "".join(server.said)

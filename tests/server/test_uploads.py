@@ -4,16 +4,17 @@ import gzip
 import io
 import os
 import struct
-import time
 import tracemalloc
 import zlib
 
 import pytest
-from PIL import Image
+from PIL import GifImagePlugin, Image, TiffImagePlugin, WebPImagePlugin
 from service_client import client_of, picture, said, search
 
+from idml.data.images import decode_image
 from idml.search.gallery import Gallery
 from idml.search.indexing import index_folder
+from idml.server import uploads
 
 
 def chunk(kind, data):
@@ -101,14 +102,20 @@ def test_bombs_behind_a_harmless_header(shared, data):
     assert held < 20_000_000
 
 
-def test_frames_are_not_decoded(shared):
-    frames = [Image.new("RGB", (40, 32), (n % 256, n // 256, 0)) for n in range(1000)]
-    for format in ("GIF", "WEBP", "TIFF"):
-        out = io.BytesIO()
-        frames[0].save(out, format, save_all=True, append_images=frames[1:])
-        started = time.perf_counter()
-        assert search(shared, out.getvalue()).status_code == 200
-        assert time.perf_counter() - started < 2
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "TIFF"])
+def test_frames_are_not_decoded(shared, monkeypatch, format):
+    frames, out = [Image.new("RGB", (40, 32), (n, 0, 0)) for n in range(100)], io.BytesIO()
+    frames[0].save(out, format, save_all=True, append_images=frames[1:])
+    assert search(shared, out.getvalue()).status_code == 200
+    kind, name = {
+        "GIF": (GifImagePlugin.GifImageFile, "_seek"),
+        "WEBP": (WebPImagePlugin.WebPImageFile, "_get_next"),
+        "TIFF": (TiffImagePlugin.TiffImageFile, "_seek"),
+    }[format]
+    real, calls = getattr(kind, name), []
+    monkeypatch.setattr(kind, name, lambda *args, **options: calls.append(args) or real(*args, **options))
+    decode_image(io.BytesIO(out.getvalue()), "x")
+    assert len(calls) <= 2
 
 
 def test_a_compressed_body_stays_compressed(shared):
@@ -208,12 +215,14 @@ def test_a_file_with_several_images(client):
     assert response.headers["content-type"] == "image/jpeg"
 
 
-def test_a_hundred_thousand_parts(shared):
+def test_a_hundred_thousand_parts(shared, monkeypatch):
     body = multipart(*[field(b"image", b"x")] + [field(b"f%d" % n, b"x") for n in range(100_000)])
+    begun, real = [], uploads._Form.on_part_begin
+    monkeypatch.setattr(uploads._Form, "on_part_begin", lambda form: begun.append(form) or real(form))
     for content in (body, multipart(*[(b"X: y", b"")] * 100_000)):
-        started = time.perf_counter()
+        begun.clear()
         response = post(shared, content)
-        assert time.perf_counter() - started < 5
+        assert len(begun) <= 2  # reading stops at the first unknown field
         assert response.status_code == 422
         assert "unknown field" in said(response)
 

@@ -58,7 +58,7 @@ def run(code, *arguments, processes, tmp_path):
             f"--nproc-per-node={processes}",
             str(script),
         ]
-    return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
