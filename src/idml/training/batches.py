@@ -1,6 +1,7 @@
 """The batches of a run: which images, their crops, their ambiguity. A pure function of (seed, epoch, step)."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Stream:
         """Image numbers and batches of an epoch that begins with ``step``, without the first ``skip``."""
         rows = _PlannedBatches(self.pixels, self.plan(epoch)[skip:])
         loader = DataLoader(rows, batch_size=None, shuffle=False, num_workers=self.config.workers)
-        for i, (numbers, images) in enumerate(_loaded(loader), start=step + skip):
+        for i, (numbers, images) in enumerate(loader, start=step + skip):
             yield numbers, self.prepare(numbers, images, epoch, i)
 
     def prepare(self, numbers: Tensor, images: Tensor, epoch: int, step: int) -> Batch:
@@ -57,19 +58,18 @@ class Stream:
         return torch.cat([torch.from_numpy(cache.compute(part)) for part in parts])
 
 
-def _loaded(loader: "DataLoader[tuple[Tensor, Tensor]]") -> Iterator[tuple[Tensor, Tensor]]:
-    """Iterate over the batches; a worker process that was killed (by the system, for want of memory) is one line."""
-    batches = iter(loader)
-    while True:
-        try:
-            batch: tuple[Tensor, Tensor] = next(batches)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise OSError("a process that prepares batches was killed; continue with --resume") from None
-        yield batch
+@contextmanager
+def explain_killed_workers() -> Iterator[None]:
+    """Say in one line that a worker process was killed, by the system for want of memory for example.
+
+    torch raises its error in whatever the main thread does at that moment.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise OSError("a process that prepares batches was killed; continue with --resume") from None
 
 
 class _PlannedBatches(Dataset[tuple[Tensor, Tensor]]):

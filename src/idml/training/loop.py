@@ -27,7 +27,7 @@ from idml.files import write_atomic
 from idml.model import Model, load_model, save_model
 from idml.model.feature_cache import embed_view
 from idml.progress import Count, Note, Progress, image_counter, silent
-from idml.training.batches import FrozenImages, FrozenStream, Stream
+from idml.training.batches import FrozenImages, FrozenStream, Stream, explain_killed_workers
 from idml.training.build import (
     build,
     build_optimiser,
@@ -47,6 +47,7 @@ class Interrupted(Exception):
     """The run was asked to stop (SIGTERM); a checkpoint has been written."""
 
 
+@explain_killed_workers()
 def train(
     config: TrainConfig,
     *,
