@@ -27,9 +27,9 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 faults: setup
-	IDML_KILLS=20 IDML_SCHEMA_EXAMPLES=400 $(BIN)/python -m pytest tests/training/test_resume.py tests/methods/test_all_methods.py tests/training/test_bad_input.py \
+	IDML_KILLS=20 IDML_SCHEMA_EXAMPLES=400 IDML_FUZZ=3000 $(BIN)/python -m pytest tests/training/test_resume.py tests/methods/test_all_methods.py tests/training/test_bad_input.py \
 		tests/search/test_kills.py tests/search/test_readers.py tests/search/test_damage.py tests/search/test_indexing.py tests/search/test_milvus.py tests/test_search_benchmark.py \
-		tests/search/test_integrity.py tests/server/test_schema.py tests/audit/test_decisions.py
+		tests/search/test_integrity.py tests/server/test_schema.py tests/test_fuzz.py tests/audit/test_decisions.py
 
 bench: setup
 	$(BIN)/python benchmarks/loss_step.py
