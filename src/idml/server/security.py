@@ -19,10 +19,12 @@ import ipaddress
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum
 from time import perf_counter
 from urllib.parse import urlsplit
 
+from h11 import LocalProtocolError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -262,7 +264,8 @@ class _Response:
                 headers[name] = value
         elif message["type"] == "http.response.body" and self.method == "HEAD":
             message = {**message, "body": b""}
-        await self._send(message)
+        with suppress(LocalProtocolError):  # uvicorn has answered a malformed body itself and closes the connection
+            await self._send(message)
 
 
 def _too_large(limits: Limits) -> ApiError:
