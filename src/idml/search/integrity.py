@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from idml.model.model import FILE, fingerprint
-from idml.model.onnx import read_onnx
+from idml.model.onnx import ONNX, read_onnx
 from idml.progress import Count, silent
-from idml.search.embedder import ONNX
 from idml.search.engines import DamagedGallery, Engine, Item
 from idml.search.engines.base import Problem
 from idml.search.gallery_folder import MODEL, UPLOADS, Calibrations, ImageRoots, find_model
