@@ -176,11 +176,17 @@ def test_a_small_file_that_describes_a_large_model_takes_no_memory(tmp_path, cha
     assert all(tensor.is_meta for tensor in allocated)
 
 
-@pytest.mark.parametrize("name", ["embedding_dim", "u_hidden", "in_chans", "image_size"])
+@pytest.mark.parametrize("name", ["embedding_dim", "u_hidden", "in_chans", "image_size", "maps"])
 @pytest.mark.parametrize("value", [10**5, 10**8, 10**30])
 def test_sizes_are_bounded(tmp_path, name, value):
     tensors, config = parts(tmp_path)
     refused(write(tmp_path / "other.safetensors", tensors, {**config, name: value}), f"{name} must be at most")
+
+
+def test_the_number_of_slices_is_bounded(tmp_path):
+    tensors, config = parts(tmp_path)
+    many = {"head": "slices", "slices": [str(n) for n in range(1025)]}
+    refused(write(tmp_path / "other.safetensors", tensors, {**config, **many}), "at most 1,024 slices, got 1,025")
 
 
 def test_configurations_that_cannot_be_read(tmp_path):

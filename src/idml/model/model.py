@@ -37,7 +37,8 @@ PRETRAINED = "pretrained"
 LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
 LOG_VARIANCE_RANGE = (-14.0, 4.0)
 HEADS = ("linear", "slices", "logits", "parts", "logit_parts", "shared", "relations", "composed")
-LARGEST = {"embedding_dim": 65_536, "u_hidden": 65_536, "in_chans": 1024, "image_size": 4096}
+LARGEST = {"embedding_dim": 65_536, "u_hidden": 65_536, "in_chans": 1024, "image_size": 4096, "maps": 256}
+MOST_SLICES = 1024
 START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
 
 
@@ -85,6 +86,10 @@ class ModelConfig:
             raise ValueError(f"a {self.head} head {'has no' if self.slices else 'needs the names of its'} slices")
         if len({*self.slices, *self.training_slices}) < len(self.slices) + len(self.training_slices):
             raise ValueError(f"the names of slices must differ, got {[*self.slices, *self.training_slices]}")
+        if len(self.slices) + len(self.training_slices) > MOST_SLICES:
+            raise ValueError(
+                f"a model has at most {MOST_SLICES:,} slices, got {len(self.slices) + len(self.training_slices):,}"
+            )
         if self.branching not in BRANCHINGS:
             raise ValueError(unknown_name("branching", self.branching, BRANCHINGS))
         if type(self.maps) is not int or self.maps < 0:
