@@ -40,7 +40,6 @@ from idml.reproduction.studies import STUDIES, Study
 from idml.training.distributed import Processes
 
 _STUDIES: dict[str, Study] = {**STUDIES, "guarantee": GUARANTEE, "live-u": LIVE_U, "resnet50": RESNET50}
-_TABLES = {**TABLES, others.NAME: others.comparators_table}
 _DRAWN = ("gradients", "metrics")
 FORM = "default-form"
 NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, FORM, "results", "collect")
@@ -169,7 +168,8 @@ def _reproduce_table(
     if what == FULL[1] and regimes.CHOSEN_FORM is None:
         raise ValueError(f"{what} needs the form that `idml reproduce {FORM}` chooses, in regimes.CHOSEN_FORM")
     chosen = regime_for(data, scale, regime)
-    table = _TABLES[what](Arms(data, chosen))
+    build = others.comparators_table if what == others.NAME else TABLES[what]
+    table = build(Arms(data, chosen))
     seeds = seeds or table.seeds or chosen.seeds
     store = work.store(data, chosen)
     if work.dry_run:
