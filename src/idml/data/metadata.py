@@ -1,0 +1,96 @@
+"""Pictures without metadata: what is served carries no place, no camera and no comment, and stands upright.
+
+JPEG and PNG lose the parts of the file that hold metadata; their pixels stay as they are. An image that is stored
+turned, and other formats with metadata, are decoded and written again as JPEG.
+"""
+
+import io
+import warnings
+
+from PIL import Image
+
+from idml.data.images import FORMATS, decode_image
+
+_ORIENTATION = 0x0112
+_PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt", b"tIME")
+_KEPT_SEGMENTS = (0xE0, 0xE2, 0xEE)  # of a JPEG: JFIF, the colour profile, and Adobe's kind of colours
+_HIDDEN = ("exif", "xmp", "XML:com.adobe.xmp", "comment", "photoshop")
+_QUALITY = 92
+
+
+def remove_metadata(data: bytes) -> bytes:
+    """Return an image without metadata, upright; ``ValueError`` if it cannot be read.
+
+    >>> out = io.BytesIO()
+    >>> Image.new("RGB", (8, 4)).save(out, "JPEG", comment=b"secret")
+    >>> b"secret" in out.getvalue(), b"secret" in remove_metadata(out.getvalue())
+    (True, False)
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                kind, turned = image.format, image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+                hidden = any(image.info.get(name) for name in _HIDDEN) or len(image.getexif()) > 0
+    except Exception as error:  # decoders can raise any exception
+        raise ValueError(f"cannot read the image: {type(error).__name__}") from None
+    if not turned:
+        if kind == "JPEG":
+            return _strip_jpeg(data)
+        if kind == "PNG":
+            return _strip_png(data)
+        if kind == "BMP" or (kind in ("GIF", "WEBP") and not hidden and _ends_as_it_says(data, kind)):
+            return data
+    out = io.BytesIO()
+    decode_image(io.BytesIO(data), "image", min_side=1 << 16).save(out, "JPEG", quality=_QUALITY)
+    return _strip_jpeg(out.getvalue())
+
+
+def _ends_as_it_says(data: bytes, kind: str) -> bool:
+    """Whether nothing follows the end of a GIF or WebP image."""
+    if kind == "WEBP":
+        return len(data) == 8 + int.from_bytes(data[4:8], "little")
+    return data.endswith(b"\0;")  # the end of the last block, and of the image
+
+
+def _strip_jpeg(data: bytes) -> bytes:
+    """Leave out the segments with metadata, and whatever follows the end of the image."""
+    out, place = bytearray(data[:2]), 2
+    while place + 4 <= len(data):
+        if data[place] != 0xFF:
+            raise ValueError("cannot read the image: a segment of the JPEG begins wrongly")
+        marker = data[place + 1]
+        if marker == 0xFF:  # filling
+            place += 1
+            continue
+        end = place + 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+        if marker == 0xDA:  # a scan: up to the next marker that is neither a stuffed byte nor a restart
+            while True:
+                end = data.find(b"\xff", end)
+                if end < 0 or end + 1 >= len(data):
+                    return bytes(out + data[place:] + b"\xff\xd9")
+                if data[end + 1] != 0 and not 0xD0 <= data[end + 1] <= 0xD7 and data[end + 1] != 0xFF:
+                    break
+                end += 1 if data[end + 1] == 0xFF else 2
+        private = 0xE0 <= marker <= 0xEF and marker not in _KEPT_SEGMENTS
+        multiple = marker == 0xE2 and data[place + 4 : place + 8] == b"MPF\0"  # places of further images
+        if not (private or multiple or marker == 0xFE):
+            out += data[place:end]
+        place = end
+        if data[place : place + 2] == b"\xff\xd9":
+            break
+    return bytes(out + b"\xff\xd9")
+
+
+def _strip_png(data: bytes) -> bytes:
+    """Leave out the chunks with metadata, and whatever follows the end of the image."""
+    out, place = bytearray(data[:8]), 8
+    while place + 12 <= len(data):
+        end = place + 12 + int.from_bytes(data[place : place + 4], "big")
+        kind = data[place + 4 : place + 8]
+        if kind not in _PNG_TEXT:
+            out += data[place:end]
+        place = end
+        if kind == b"IEND":
+            break
+    return bytes(out)
