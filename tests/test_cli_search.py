@@ -3,7 +3,7 @@
 import json
 import shutil
 import sqlite3
-from contextlib import closing
+from contextlib import chdir, closing
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,7 @@ import torch
 from PIL import Image
 
 from idml import cli
-from idml.calibration.evidence import Profile
-from idml.calibration.open_set import QueryPool
-from idml.calibration.stored import Calibration
-from idml.model import build_model, fingerprint, save_model
-from idml.search.embedder import open_embedder
+from idml.model import build_model, save_model
 from tracer import MOST_FOR_A_SEARCH, Tracer
 
 CLASSES, EACH = 12, 20
@@ -24,32 +20,20 @@ CLASSES, EACH = 12, 20
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A calibrated run and twelve classes of twenty noisy images, some of which are easily mistaken."""
+    """A run, a gallery calibrated on itself, and its twelve classes of twenty images, some of them easily mistaken."""
     folder = tmp_path_factory.mktemp("cli")
     torch.manual_seed(0)
     save_model(build_model("conv4", embedding_dim=16, image_size=28), folder / "run")
-    noise, images = np.random.default_rng(0), []
+    noise = np.random.default_rng(0)
     for c in range(CLASSES):
         (folder / "photos" / f"c{c:02d}").mkdir(parents=True)
         pattern = np.kron(noise.integers(40, 216, (4, 4, 3)), np.ones((8, 8, 1)))
         for n in range(EACH):
             pixels = (pattern + noise.normal(0, 60, pattern.shape)).clip(0, 255).astype(np.uint8)
-            images.append(Image.fromarray(pixels))
-            images[-1].save(folder / "photos" / f"c{c:02d}" / f"{n}.png")
-    labels = torch.arange(CLASSES).repeat_interleave(EACH)
-    pool = QueryPool(open_embedder(folder / "run").embed(images), labels)
-    trial = pool.search(without=torch.tensor([0, 1]), listed=50)
-    for kind, name in ((True, "calibration.json"), (False, "calibration-unlabelled.json")):
-        Calibration.fit(
-            trial.evidence,
-            trial.correct,
-            labelled=kind,
-            known=trial.known,
-            distances=trial.distances,
-            same_class=trial.same_class,
-            profile=Profile.of(pool.gallery),
-            model=fingerprint(folder / "run"),
-        ).save(folder / "run" / name)
+            Image.fromarray(pixels).save(folder / "photos" / f"c{c:02d}" / f"{n}.png")
+    with chdir(folder):
+        assert cli.main(["index", "photos", "--to", "calibrated", "--model", "run", "--json"]) == 0
+        assert cli.main(["calibrate", "calibrated", "--json"]) == 0
     return folder
 
 
@@ -59,6 +43,7 @@ def run(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("run", "photos"):
         Path(name).symlink_to(place / name)
+    shutil.copytree(place / "calibrated", "calibrated")
 
     def call(*arguments):
         status = cli.main([*arguments])
@@ -77,29 +62,32 @@ def result_of(answer):
 
 
 def test_from_a_folder_to_answers(run):
-    made = result_of(run("index", "run", "photos", "--to", "g", "--json"))
+    made = result_of(run("index", "photos", "--model", "run", "--to", "g", "--json"))
     assert made == {
         "new": 240, "replaced": 0, "unchanged": 0, "removed": 0, "broken": 0, "items": 240, "gallery": "g",
     }  # fmt: skip
-    assert "240 unchanged" in run("index", "run", "photos", "--to", "g")[1]
+    assert "240 unchanged" in run("index", "photos", "--to", "g")[1]  # the gallery has its model
+    assert run("index", "photos", "--to", "g")[1].splitlines()[-1] == "next: idml calibrate g"
     query = "photos/c05/3.png"
     (reply,) = result_of(run("search", "g", query, "-k", "3", "--json"))["replies"]
+    assert (reply["calibrated"], reply["promised"]) == (False, False)
+    (reply,) = result_of(run("search", "calibrated", query, "-k", "3", "--json"))["replies"]
     assert (reply["image"], reply["calibrated"], reply["set_size"]) == (query, True, None)
     assert reply["state"] in ("match", "unsure", "not in the collection")
     assert len(reply["results"]) == 3
     assert reply["results"][0]["path"] == query
     assert reply["notes"] == []
-    _, out, _ = run("search", "g", query, "photos/c00/1.png", "-k", "2", "--max-error", "0.5")
+    _, out, _ = run("search", "calibrated", query, "photos/c00/1.png", "-k", "2", "--max-error", "0.5")
     assert out.startswith(f"{query}: ")
     assert out.count("P(right)") == 2
     assert out.count("\n  0.0000  c") == 2  # each finds itself
 
 
 def test_a_search_in_a_calibrated_gallery_runs_few_files(run):
-    result_of(run("index", "run", "photos", "--to", "g", "--json"))
+    result_of(run("index", "photos", "--to", "calibrated", "--json"))  # as it lies here
     tracer = Tracer()
     tracer.start()
-    status, out, _ = run("search", "g", "photos/c05/3.png", "--max-error", "0.2")
+    status, out, _ = run("search", "calibrated", "photos/c05/3.png", "--max-error", "0.2")
     tracer.stop()
     assert status == 0
     assert "P(right)" in out
@@ -109,22 +97,21 @@ def test_a_search_in_a_calibrated_gallery_runs_few_files(run):
 
 def test_lists_that_hold_a_right_image(run):
     """With --max-missed as many results as that takes; where it cannot be promised, the reason."""
-    result_of(run("index", "run", "photos", "--to", "g", "--json"))
     queries = [f"photos/c{c:02d}/0.png" for c in range(CLASSES)]
-    replies = result_of(run("search", "g", *queries, "-k", "1", "--max-missed", "0.2", "--json"))["replies"]
+    replies = result_of(run("search", "calibrated", *queries, "-k", "1", "--max-missed", "0.2", "--json"))["replies"]
     sizes = [reply["set_size"] for reply in replies]
     assert all(size >= 1 for size in sizes)
     assert len({*sizes}) > 1
     assert [len(reply["results"]) for reply in replies] == sizes
-    _, out, _ = run("search", "g", queries[0], "--max-missed", "0.2")
+    _, out, _ = run("search", "calibrated", queries[0], "--max-missed", "0.2")
     assert f"a right one is among the first {sizes[0]} (at most 20% of such lists miss)" in out
-    (reply,) = result_of(run("search", "g", queries[0], "--max-missed", "0.001", "--json"))["replies"]
+    (reply,) = result_of(run("search", "calibrated", queries[0], "--max-missed", "0.001", "--json"))["replies"]
     assert reply["set_size"] is None
     assert reply["notes"][-1].startswith("cannot promise at most 0.1 % result sets without a right image here: ")
 
 
 def test_looking_after_a_gallery(run):
-    result_of(run("index", "run", "photos", "--to", "g", "--json"))
+    result_of(run("index", "photos", "--model", "run", "--to", "g", "--json"))
     items = result_of(run("gallery", "list", "g", "--json"))["items"]
     assert len(items) == 240
     assert items[0] == {"id": items[0]["id"], "path": "photos/c00/0.png", "label": "c00"}
@@ -151,13 +138,39 @@ def test_looking_after_a_gallery(run):
     assert len(result_of(run("gallery", "list", "g", "--json"))["items"]) == 237
 
 
+def test_judgements_are_kept_shown_used_and_deleted(run):
+    query = "photos/c05/3.png"
+    assert "nobody has judged" in run("gallery", "feedback", "calibrated")[1]
+    run("search", "calibrated", query, "--feedback", "right")
+    status, _, (line,) = run("search", "calibrated", query, "--feedback", "wrong", "--label", "c05")
+    assert (status, line) == (2, "idml search: the answer 'c05' cannot be wrong if it is the right label")
+    run("search", "calibrated", query, "--feedback", "wrong", "--label", "new thing")
+    kept = result_of(run("gallery", "feedback", "calibrated", "--json"))["feedback"]
+    assert [(one["right"], one["label"], one["query"]) for one in kept] == [
+        (True, "c05", "3.png"),
+        (False, "new thing", "3.png"),
+    ]
+    before = result_of(run("calibrate", "calibrated", "--json", "--unknown", "0.3"))
+    assert before["queries"].endswith("2 answers that people judged")
+    assert result_of(run("gallery", "feedback", "calibrated", kept[0]["id"], "--delete", "--json")) == {"deleted": 1}
+    assert result_of(run("gallery", "feedback", "calibrated", "--delete", "--json")) == {"deleted": 1}
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("index nowhere photos --to new", "there is no model at nowhere"),
-        ("index run nowhere --to new", "there is no folder 'nowhere'"),
-        ("index run photos --to milvus://nowhere", "a gallery in Milvus is milvus://host:port/collection"),
-        ("index pretrained photos --to g", "made with another model"),
+        ("calibrate nowhere", "there is no gallery"),
+        ("calibrate g", "has one image: index more"),
+        ("calibrate g --unknown 0.95", "must be from 0 to 0.9, got 0.95"),
+        ("calibrate calibrated --queries nowhere", "there is no folder 'nowhere' of queries"),
+        ("calibrate calibrated --queries few/c0", "has no images in sub-folders"),
+        ("calibrate calibrated --queries broken", "cannot read the image"),
+        ("calibrate calibrated --queries few", "needs 50 queries with a right answer, there are 0"),
+        ("search g few/c0/0.png --label x", "use it with --feedback wrong"),
+        ("index photos --model nowhere --to new", "there is no model at nowhere"),
+        ("index nowhere --model run --to new", "there is no folder 'nowhere'"),
+        ("index photos --model run --to milvus://nowhere", "a gallery in Milvus is milvus://host:port/collection"),
+        ("index photos --model pretrained --to g", "made with another model"),
         ("search g nowhere.png", "there is no image 'nowhere.png'"),
         ("search nowhere photos/c00/0.png", "there is no gallery"),
         ("search g photos/c00/0.png -k 0", "k must be a whole number above 0"),
@@ -177,7 +190,9 @@ def test_a_mistake_is_one_line_and_exit_status_2(run, command, words, monkeypatc
         monkeypatch.delenv(name, raising=False)
     Path("few/c0").mkdir(parents=True)
     Image.new("RGB", (30, 30), "red").save("few/c0/0.png")
-    result_of(run("index", "run", "few", "--to", "g", "--json"))
+    Path("broken/c00").mkdir(parents=True)
+    Path("broken/c00/1.png").write_bytes(b"no image")
+    result_of(run("index", "few", "--model", "run", "--to", "g", "--json"))
     status, out, (line,) = run(*command.split())
     assert (status, out) == (2, "")
     assert line.startswith(f"idml {command.split()[0]}: ")
@@ -189,10 +204,10 @@ def test_two_writers(run, monkeypatch):
     from idml.search.engines import sqlite_storage
     from idml.search.gallery import Gallery
 
-    result_of(run("index", "run", "photos", "--to", "g", "--json"))
+    result_of(run("index", "photos", "--model", "run", "--to", "g", "--json"))
     monkeypatch.setattr(sqlite_storage, "WAIT", 0.2)
     with Gallery.open("g", write=True):
-        for command in ("index run photos --to g", "gallery remove g x", "gallery compact g"):
+        for command in ("index photos --to g", "gallery remove g x", "gallery compact g"):
             assert run(*command.split())[0] == 0
     with closing(sqlite3.connect("g/gallery.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

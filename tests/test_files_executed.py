@@ -48,7 +48,7 @@ def test_a_search_runs_few_files(tracer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_model(build_model("conv4", embedding_dim=16, image_size=28), Path("run"))
     save_images(Path("photos"), classes=2, each=3)
-    assert cli.main(["index", "run", "photos", "--to", "gallery"]) == 0
+    assert cli.main(["index", "photos", "--model", "run", "--to", "gallery"]) == 0
     tracer.start()
     assert cli.main(["search", "gallery", "photos/a/0.png"]) == 0
     tracer.stop()

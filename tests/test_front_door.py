@@ -50,5 +50,5 @@ def test_audit_is_a_package_and_a_function():
 
 
 def test_calibrate_and_gallery_are_those_of_the_commands():
-    assert next(iter(inspect.signature(idml.calibrate).parameters)) == "run"
+    assert next(iter(inspect.signature(idml.calibrate).parameters)) == "gallery"
     assert {"open", "create"} <= set(dir(idml.Gallery))

@@ -46,12 +46,12 @@ def place(tmp_path, monkeypatch):
 
 COMMANDS = {
     "evaluate": "evaluate bad --data folder:images",
-    "calibrate": "calibrate bad --data folder:images",
-    "index": "index bad images --to new",
-    "index a file": "index bad/model.pt images --to new",
-    "index by onnx": "index bad images --to new --runtime onnx",
+    "calibrate": "calibrate gallery",
+    "index": "index images --model bad --to new",
+    "index a file": "index images --model bad/model.pt --to new",
+    "index by onnx": "index images --model bad --to new --runtime onnx",
     "search": "search gallery images/class_0.png",
-    "search a named run": "search gallery images/class_0.png --run bad",
+    "search a named run": "search gallery images/class_0.png --model bad",
     "search by onnx": "search gallery images/class_0.png --runtime onnx",
     "serve": "serve gallery --port 0",
     "audit": "audit bad --data folder:images --out lists",
@@ -78,9 +78,12 @@ def test_a_malicious_pickle_is_refused_unread(place, capsys, command):
 @pytest.mark.parametrize("name", ["model.onnx", "calibration.json", "checkpoints/last.safetensors"])
 def test_beside_a_sound_model_it_is_not_read_either(place, capsys, name):
     shutil.copy("good/model.safetensors", "bad/model.safetensors")
-    for other in {"model.onnx", "calibration.json"} - {name}:
-        Path(f"bad/{other}").unlink()
-    command = ["index", "bad", "images", "--to", "new", *(["--runtime", "onnx"] if name == "model.onnx" else [])]
-    assert cli.main(command) == (2 if name == "calibration.json" else 0)  # an exported model is made anew
+    if name != "model.onnx":
+        Path("bad/model.onnx").unlink()
+    command = ["index", "images", "--model", "bad", "--to", "new"]
+    assert cli.main([*command, *(["--runtime", "onnx"] if name == "model.onnx" else [])]) == 0  # or exported anew
+    if name == "calibration.json":
+        shutil.copy("bad/calibration.json", "new/calibration.json")
+        assert cli.main(["search", "new", "images/class 0/0.png"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not (place / "trace").exists()

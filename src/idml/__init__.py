@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from idml.version import __version__
 
 if TYPE_CHECKING:
-    from idml.calibration.calibrate import calibrate_run as calibrate
+    from pathlib import Path
+
     from idml.embeddings import Embeddings
     from idml.evaluation.evaluate import evaluate_run as evaluate
     from idml.labels import LabelSets
@@ -36,7 +37,6 @@ _HOMES = {
     "Gallery": ("idml.search.gallery", "Gallery"),
     "IntrospectiveMetric": ("idml.metric", "IntrospectiveMetric"),
     "LabelSets": ("idml.labels", "LabelSets"),
-    "calibrate": ("idml.calibration.calibrate", "calibrate_run"),
     "evaluate": ("idml.evaluation.evaluate", "evaluate_run"),
     "load_model": ("idml.model.model", "load_model"),
 }
@@ -52,6 +52,14 @@ def train(*, resume: bool = False, **options: Any) -> dict[str, Any]:
     from idml.training.loop import train as train_config
 
     return train_config(from_dict(options), resume=resume)
+
+
+def calibrate(gallery: "str | Path", **options: Any) -> dict[str, Any]:
+    """Calibrate a gallery on itself and store what may be promised in it; see `calibrate_gallery`."""
+    from idml.search.gallery_calibration import calibrate_gallery
+    from idml.training.refit import assign_folds, refit_heads
+
+    return calibrate_gallery(gallery, refit=refit_heads, assign_folds=assign_folds, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,7 @@ from idml.training.config import PRESETS, TrainConfig, common_options, from_dict
 Handler = Callable[[argparse.Namespace], int]
 _GALLERY = "a folder, or milvus://host:port/collection"
 _RUN = "a run directory, or 'pretrained'"
+_MILVUS_MODEL = "the run of a Milvus gallery"
 _SPEC = "data set, as in idml train"
 _SHORT = ("gallery", "search", "export")  # commands that end too soon to use freed memory again
 _LISTED = {"ambiguity": "KIND", "loss_parameters": "NAME=X"}  # options with several values
@@ -209,12 +210,12 @@ def _demo(options: argparse.Namespace) -> int:
     out = Path(options.out)
     with Display() as display:
         results = demo(out, report=display.report, note=display.note)
-    rows = {method: results[method]["selected"] for method in ("plain", "idml")}
-    lines = _format_figures({**rows, "‖u‖, AUROC": results["uncertainty"]})
+    lines = _format_figures({method: results[method]["selected"] for method in ("plain", "idml")})
     for name, counts in results["search"]["counts"].items():
         lines.append(f"{name} queries: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     for sample in results["search"]["samples"]:
-        lines.append(f"{sample['image']}: {sample['state'].upper()} ({sample['reason']})")
+        mark = ", an error" if sample["error"] else ""
+        lines.append(f"{sample['image']}: {sample['state'].upper()} ({sample['reason']}{mark})")
     _print_result(results, options.json, lines, out / "report.html")
     _print_note(f"to search in a browser: idml serve {out / 'gallery'}, then open http://127.0.0.1:8000")
     return 0
@@ -317,37 +318,39 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 def _add_calibrate(commands: Any) -> None:
     parser = _add_command(
-        commands, "calibrate", _calibrate, "calibrate answers on held-out classes and store the result in the run"
+        commands, "calibrate", _calibrate, "calibrate a gallery on itself, and store what may be promised in it"
     )
-    parser.add_argument("of", metavar="RUN", help="a run directory")
-    parser.add_argument("--data", metavar="SPEC", required=True, help=_SPEC)
-    parser.add_argument("--split", metavar="SPLIT", help="which classes test (by default as in the run)")
+    parser.add_argument("place", metavar="GALLERY", help=_GALLERY)
+    parser.add_argument("--queries", metavar="DIR", help="your own images, one sub-folder for each label, as queries")
     parser.add_argument(
-        "--unknown", type=float, metavar="X", default=0.25, help="share of queries whose class is not there (0.25)"
+        "--unknown", type=float, metavar="X", default=0.25, help="share of queries that show nothing of it (0.25)"
     )
+    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
+    _add_runtime(parser)
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    from idml.calibration.calibrate import calibrate_run
+    from idml import calibrate
 
     with Display("calibrating") as display:
-        result = calibrate_run(
-            options.of,
-            options.data,
-            split=options.split,
+        result = calibrate(
+            options.place,
+            queries=options.queries,
             unknown=options.unknown,
+            run=options.model,
+            runtime=options.runtime,
             progress=display.report,
             note=display.note,
         )
-    _print_result(result, options.json, result["words"], result["report"])
+    _print_result(result, options.json, result["words"], result.get("report"))
     return 0
 
 
 def _add_index(commands: Any) -> None:
     parser = _add_command(commands, "index", _index, "add a folder of images to a gallery")
-    parser.add_argument("of", metavar="RUN", help=_RUN)
     parser.add_argument("images", metavar="IMAGES", help="a folder; its sub-folders are labels")
     parser.add_argument("--to", metavar="GALLERY", required=True, help=_GALLERY)
+    parser.add_argument("--model", metavar="RUN", help=f"{_RUN} (default: the gallery's own, or pretrained)")
     _add_runtime(parser)
 
 
@@ -355,29 +358,43 @@ def _index(options: argparse.Namespace) -> int:
     from idml.search.gallery import open_or_create
     from idml.search.indexing import index_folder
 
-    with Display("indexing") as display, open_or_create(options.to, options.of, runtime=options.runtime) as gallery:
+    with (
+        Display("indexing") as display,
+        open_or_create(options.to, options.model, runtime=options.runtime) as gallery,
+    ):
         counter = image_counter(display.report, "embedded")
         done = index_folder(gallery, Path(options.images), progress=counter, note=display.note)
-        items = len(gallery)
+        items, calibrated = len(gallery), gallery.calibration is not None
     words = ", ".join(f"{value:,} {name}" for name, value in asdict(done).items())
     result = {**asdict(done), "items": items, "gallery": options.to}
-    _print_result(result, options.json, [f"{options.to}: {words}; {items:,} images in all"])
+    lines = [f"{options.to}: {words}; {items:,} images in all"]
+    if not calibrated:
+        lines.append(f"next: idml calibrate {options.to}")
+    _print_result(result, options.json, lines)
     return 0
 
 
 def _add_gallery(commands: Any) -> None:
     parser = _add_command(commands, "gallery", _gallery, "list, change, check or compact a gallery")
-    parser.add_argument("action", choices=["list", "remove", "label", "verify", "compact", "backup"])
+    parser.add_argument("action", choices=["list", "remove", "label", "verify", "compact", "backup", "feedback"])
     parser.add_argument("place", metavar="GALLERY", help=_GALLERY)
-    parser.add_argument("ids", metavar="ID", nargs="*", help="items to remove or label; for backup, the file to write")
+    parser.add_argument(
+        "ids",
+        metavar="ID",
+        nargs="*",
+        help="items to remove or label; for backup, the file to write; judgements to delete",
+    )
     parser.add_argument("--label", metavar="LABEL", help="for the action label; without it, labels are removed")
-    parser.add_argument("--run", metavar="RUN", help="the run of a Milvus gallery")
+    parser.add_argument(
+        "--delete", action="store_true", help="for the action feedback: delete the judgements named, or all"
+    )
+    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
 
 
 def _gallery(options: argparse.Namespace) -> int:
     from idml.search.gallery import Gallery, open_engine
 
-    action, place, run = options.action, options.place, options.run
+    action, place, run = options.action, options.place, options.model
     if action in ("remove", "label"):
         if not options.ids:
             raise ValueError(f"name the items to {action}; 'idml gallery list {place}' shows their ids")
@@ -388,7 +405,9 @@ def _gallery(options: argparse.Namespace) -> int:
         _print_result({"changed": changed, "items": items}, options.json, [f"{changed:,} changed, {items:,} items"])
         return 0
     with open_engine(place, run=run, write=action == "compact") as engine:
-        if action == "list":
+        if action == "feedback":
+            _show_feedback(options, engine.properties)
+        elif action == "list":
             listed = [{"id": i.id, "path": i.path, "label": i.label} for i in engine.items()]
             lines = [f"{i['id']}  {i['label'] or '-'}  {i['path']!r}" for i in listed]
             _print_result({"items": listed}, options.json, lines)
@@ -415,6 +434,22 @@ def _gallery(options: argparse.Namespace) -> int:
     return 0
 
 
+def _show_feedback(options: argparse.Namespace, properties: Any) -> None:
+    from idml.search.feedback import delete_feedback, read_feedback
+
+    if options.delete:
+        deleted = delete_feedback(options.place, properties, options.ids or None)
+        _print_result({"deleted": deleted}, options.json, [f"{deleted:,} judgements deleted"])
+        return
+    judged = read_feedback(options.place, properties)
+    rows = [{"id": f.id, "query": f.query, "right": f.right, "found": f.found, "label": f.label} for f in judged]
+    lines = [
+        f"{f.id}  {'right' if f.right else 'wrong'}  found {f.found or '-'}, is {f.label or '?'}  {f.query!r}"
+        for f in judged
+    ]
+    _print_result({"feedback": rows}, options.json, lines or ["nobody has judged an answer yet"])
+
+
 # -------------------- search, serve --------------------
 
 
@@ -427,9 +462,15 @@ def _add_search(commands: Any) -> None:
         "--max-error", type=float, metavar="X", default=0.05, help="share of wrong matches that is tolerated (0.05)"
     )
     parser.add_argument(
+        "--feedback",
+        choices=["right", "wrong"],
+        help="keep your judgement of the first result for the next calibration",
+    )
+    parser.add_argument("--label", metavar="LABEL", help="with --feedback wrong: what the image shows")
+    parser.add_argument(
         "--max-missed", type=float, metavar="X", help="show results until at most this share of lists has no right one"
     )
-    parser.add_argument("--run", metavar="RUN", help="the run of a Milvus gallery")
+    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
     _add_runtime(parser)
 
 
@@ -438,10 +479,15 @@ def _search(options: argparse.Namespace) -> int:
     from idml.search.answers import RiskTargets
     from idml.search.gallery import Gallery
 
+    if options.label is not None and options.feedback != "wrong":
+        raise ValueError("--label says what an image shows whose answer is wrong: use it with --feedback wrong")
     targets = RiskTargets(max_error=options.max_error, max_missed=options.max_missed)
     images = [read_image(path) for path in options.images]
-    with Gallery.open(options.place, run=options.run, runtime=options.runtime) as gallery:
-        replies = gallery.search(images, options.k, targets)
+    with Gallery.open(options.place, run=options.model, runtime=options.runtime) as gallery:
+        queries = gallery.embedder.embed(images)
+        replies = gallery.search_embeddings(queries, options.k, targets)
+        if options.feedback is not None:
+            _keep_feedback(options, gallery, queries, replies)
     found, lines = [], []
     for path, reply in zip(options.images, replies, strict=True):
         found.append({"image": path, **asdict(reply.answer), "level": reply.level, "notes": list(reply.notes)})
@@ -459,12 +505,28 @@ def _search(options: argparse.Namespace) -> int:
     return 0
 
 
+def _keep_feedback(options: argparse.Namespace, gallery: Any, queries: Any, replies: list[Any]) -> None:
+    from idml.search.feedback import add_feedback
+
+    for i, (path, reply) in enumerate(zip(options.images, replies, strict=True)):
+        add_feedback(
+            gallery.location,
+            gallery.engine.properties,
+            queries[[i]],
+            query=Path(path).name,
+            right=options.feedback == "right",
+            found=reply.results[0].label if reply.results else None,
+            label=options.label,
+        )
+    _print_note(f"kept: {len(replies)} {options.feedback}; 'idml gallery feedback {options.place}' shows all")
+
+
 def _add_serve(commands: Any) -> None:
     parser = _add_command(commands, "serve", _serve, "start an HTTP service and a page to search with")
     parser.add_argument("place", metavar="GALLERY", help=_GALLERY)
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="P", default=8000, help="port (default 8000)")
-    parser.add_argument("--run", metavar="RUN", help="the run of a Milvus gallery")
+    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
     _add_runtime(parser)
 
 
@@ -472,7 +534,12 @@ def _serve(options: argparse.Namespace) -> int:
     from idml.server.serve import serve
 
     serve(
-        options.place, host=options.host, port=options.port, run=options.run, runtime=options.runtime, note=_print_note
+        options.place,
+        host=options.host,
+        port=options.port,
+        run=options.model,
+        runtime=options.runtime,
+        note=_print_note,
     )
     return 0
 

@@ -173,4 +173,4 @@ def test_a_gallery_that_changed_much_has_drifted():
     assert measure_drift(then, Profile.of(twins)).reason == "its images lie nearer to each other than at calibration"
     larger = measure_drift(then, Profile.of(Embeddings.cat([images] * 3)))
     assert larger.changed
-    assert "3 times as many images" in larger.reason
+    assert "200 % larger" in larger.reason

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from idml import Embeddings
-from idml.calibration.calibrate import compare_scores, describe_comparison
 from idml.calibration.confidence import MIX, MIX_WITHOUT_U, P_RIGHT, ConfidenceModel, assign_folds
 from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown
+from idml.calibration.score_comparison import compare_scores, describe_comparison
 from idml.evaluation import auroc, evaluate_uncertainty
 
 

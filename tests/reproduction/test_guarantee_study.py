@@ -9,9 +9,9 @@ import torch
 from scipy.stats import binom
 
 from idml import Embeddings
-from idml.calibration.calibrate import compare_scores
 from idml.calibration.open_set import QueryPool, draw_unknown
 from idml.calibration.risk_control import ERROR_RATES
+from idml.calibration.score_comparison import compare_scores
 from idml.calibration.stored import Calibration
 from idml.data.sampling import random_stream
 from idml.reproduction import guarantee_study

@@ -7,6 +7,7 @@ import pytest
 from milvus_server import milvus  # noqa: F401 (a fixture)
 from synthetic_images import as_items, fit_calibrations, save_run
 
+from idml.calibration.stored import Calibration
 from idml.search.engines import sqlite_storage
 from idml.search.gallery import Gallery
 
@@ -31,7 +32,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """A calibrated run, with the gallery and the queries of its world."""
+    """A run with calibrations beside it, and the gallery and the queries of their world."""
     run = save_run(tmp_path_factory.mktemp("calibrated"))
     return run, *fit_calibrations(run)
 
@@ -48,4 +49,5 @@ def shop(world, tmp_path):
     run, stored, labels, queries, own = world
     with Gallery.create(tmp_path / "shop", run) as made:
         made.add_embedded(as_items(labels.tolist()), stored)
+        made.store_calibration(Calibration.load(run / "calibration.json"))
         yield made, stored, labels, queries, own

@@ -9,6 +9,7 @@ from scipy.stats import binom
 from idml import Embeddings
 from idml.calibration.evidence import Evidence, Profile
 from idml.calibration.open_set import QueryPool
+from idml.calibration.risk_control import ThresholdCounts
 from idml.calibration.stored import Calibration
 from idml.search.answers import Answer, RiskTargets, State, answer_queries
 
@@ -81,11 +82,25 @@ def test_reasons(shop):
     sure = replace(calibration, counts=replace(calibration.counts, wrong=calibration.counts.answered))
     targets = RiskTargets(max_rejected=1e-6)
     blurred, _ = one(shop, level=50.0, disagreement=0.0)
-    assert answer_queries(blurred, sure, targets)[0].reason == "blurred or ambiguous query"
-    tied, _ = one(shop, margin=0.0, disagreement=0.5)
-    assert answer_queries(tied, sure, targets)[0].reason == "two classes tie"
-    plain, _ = one(shop, level=0.0, disagreement=0.0, margin=-1.0)
-    assert answer_queries(plain, sure, targets)[0].reason.startswith("cannot promise at most 5 % wrong answers here")
+    tied, _ = one(shop, ratio=0.97, disagreement=0.5)
+    for evidence in (blurred, tied):  # what cannot be promised comes before anything about the query
+        assert answer_queries(evidence, sure, targets)[0].reason.startswith("cannot promise at most 5 % wrong answers")
+    strict = replace(calibration, counts=ThresholdCounts((1.0,), (99,), (0,), 99, (0,)))  # P is never 1
+    targets = RiskTargets(max_error=0.1, max_rejected=1e-6)
+    for speaks, reason in ((True, "blurred or ambiguous query"), (False, "not certain enough")):
+        told = answer_queries(blurred, replace(strict, level_speaks=speaks), targets)[0].reason
+        assert told.startswith(reason)
+    for changes, reason in (
+        ({"ratio": 0.97, "disagreement": 0.1}, "two classes tie"),
+        ({"ratio": 0.85, "disagreement": 0.5}, "two classes tie"),
+        ({"ratio": 0.85, "disagreement": 0.1}, "not certain enough"),
+        ({"ratio": 0.5, "disagreement": 0.6}, "neighbours of several classes"),
+        ({"ratio": 1.0, "disagreement": 0.0}, "not certain enough"),  # one class alone does not tie
+    ):
+        told = answer_queries(one(shop, level=0.0, **changes)[0], strict, targets)[0]
+        assert told.reason.startswith(reason)
+        assert told.promised
+        assert not answer_queries(one(shop, **changes)[0], strict, targets, void="it doubled")[0].promised
     far, _ = one(shop, nearest=2.0, kth=2.0, margin=0.0, disagreement=0.8, entropy=2.0)
     assert answer_queries(far, calibration)[0] == replace(
         answer_queries(far, calibration)[0], state=State.NOVEL, reason="far from everything"
@@ -110,7 +125,8 @@ def test_a_likely_right_query_is_never_rejected(shop, possible):
             assert (told.state, told.reason) == (State.NOVEL, "far from everything")
         else:
             assert told.state is State.UNSURE
-            assert told.reason == "unlike most images of the collection, but the first result is likely right"
+            unlike = "unlike most images of the collection, but the first result is likely right"
+            assert told.reason.startswith(unlike if possible else "cannot promise at most 10 % wrong answers here")
     assert {told.state for told in answers} == ({*State} if possible else {State.UNSURE, State.NOVEL})
 
 

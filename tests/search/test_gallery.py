@@ -40,12 +40,38 @@ def test_drift_is_reported(shop):
     assert gallery.status().drift == ""
     gallery.add_embedded(as_items([31] * 1300, first=9000), cloud(1, 1300, noise=0.01, seed=5)[0])
     told = gallery.status().drift
-    assert told.startswith("the gallery has changed since calibration: the gallery has 3.17 times as many images")
-    assert gallery.search_embeddings(queries[:1])[0].notes == (told,)
-    assert gallery._drift_note(gallery.calibration) is told  # not measured again
+    assert told.startswith("the gallery is 217 % larger than at calibration; its images lie nearer")
+    assert told.endswith("nothing is promised until you calibrate again (idml calibrate)")
+    (reply,) = gallery.search_embeddings(queries[:1])
+    assert (reply.notes, reply.answer.promised) == ((told,), False)
+    measured = gallery._drift
+    assert gallery.status().drift == told
+    assert gallery._drift is measured  # not measured again
     gallery.remove([item.id for item in as_items([31] * 1300, first=9000)])
     assert gallery.status().drift == ""
     assert gallery.search_embeddings(queries[:1])[0].notes == ()
+
+
+def test_small_growth_is_covered_and_said(shop):
+    gallery, _, _, queries, _ = shop
+    targets = RiskTargets(max_error=0.2)
+    assert gallery.search_embeddings(queries[:1], targets=targets)[0].answer.promised
+    gallery.add_embedded(as_items([3] * 60, first=9000), cloud(1, 60, noise=0.9, seed=0)[0])
+    status = gallery.status()
+    assert (status.drift, status.growth) == ("", "the gallery is 10 % larger than at calibration; promises cover 20 %")
+    (reply,) = gallery.search_embeddings(queries[:1], targets=targets)
+    assert (reply.notes, reply.answer.promised) == ((status.growth,), True)
+
+
+def test_more_unknown_queries_than_calibrated_are_noticed(shop):
+    gallery, _, _, queries, own = shop
+    targets = RiskTargets(max_error=0.2)
+    known = gallery.search_embeddings(queries[own < 30], targets=targets)
+    assert all(reply.answer.promised and not reply.notes for reply in known)
+    unknown = queries[own >= 30]
+    replies = gallery.search_embeddings(Embeddings.cat([unknown, unknown, unknown])[:200], targets=targets)
+    assert not any(reply.answer.promised for reply in replies)
+    assert "of the latest 200 queries seem to show nothing of the collection" in replies[0].notes[-1]
 
 
 def test_a_profile_is_recomputed_after_one_percent_of_changes(shop):
@@ -107,6 +133,7 @@ def test_a_gallery_needs_no_run_later(tmp_path):
     stored, labels, queries, _ = fit_calibrations(run)
     with Gallery.create(tmp_path / "g", run / "model.safetensors") as gallery:
         gallery.add_embedded(as_items(labels.tolist()), stored)
+        gallery.store_calibration(Calibration.load(run / "calibration.json"))
         expected, promises = gallery.search_embeddings(queries[:5]), gallery.guarantees()
     shutil.rmtree(run)
     shutil.move(tmp_path / "g", tmp_path / "elsewhere")
@@ -116,24 +143,25 @@ def test_a_gallery_needs_no_run_later(tmp_path):
         assert len(gallery.search([picture(1)])[0].results) == 10
 
 
-def test_calibrations_of_a_run_are_taken_over_later(tmp_path):
-    """It brings its calibrations in when it is named; a writer keeps them."""
-    run = save_run(tmp_path / "run")
-    Gallery.create(tmp_path / "g", run).close()
-    stored, _, queries, _ = fit_calibrations(run, kinds=(True,))
-    with Gallery.open(tmp_path / "g", run=run) as reader:
-        assert reader.calibration is not None
-    with Gallery.open(tmp_path / "g") as reader:
-        assert reader.calibration is None
-    with open_or_create(tmp_path / "g", run) as writer:
-        assert writer.calibration is not None
-        writer.add_embedded(as_items([None] * 600), stored)
-        assert writer.calibration is None  # there is none for galleries without labels
-        assert "not calibrated for collections without labels" in writer.search_embeddings(queries[:1])[0].notes[0]
-    (run / "calibration.json").unlink()
-    with Gallery.open(tmp_path / "g", run=run, write=True) as gallery:  # what the run has lost is not lost here
-        gallery.relabel({item.id: "c" for item in gallery.items()})
-        assert gallery.calibration is not None
+def test_a_calibration_lies_with_the_gallery(world, tmp_path):
+    """A reader that has it open sees a new one; it does not count once labels are gone."""
+    run, stored, labels, queries, _ = world
+    with Gallery.create(tmp_path / "g", run) as writer, Gallery.open(tmp_path / "g") as reader:
+        writer.add_embedded(as_items(labels.tolist()), stored)
+        reader.refresh()
+        assert "not calibrated: nothing is promised" in reader.search_embeddings(queries[:1])[0].notes[0]
+        found = Calibration.load(run / "calibration.json")
+        writer.store_calibration(found)
+        assert reader.refresh()
+        assert not reader.refresh()
+        assert reader.calibration == found
+        assert reader.search_embeddings(queries[:1])[0].answer.calibrated
+        writer.relabel({item.id: None for item in writer.items()})
+        assert writer.calibration is None
+        note = "calibrated when its images had labels: nothing is promised (see idml calibrate)"
+        assert writer.search_embeddings(queries[:1])[0].notes == (note,)
+        writer.store_calibration(Calibration.load(run / "calibration-unlabelled.json"))
+        assert writer.search_embeddings(queries[:1])[0].calibrated
 
 
 def test_pretrained(tmp_path):
@@ -150,24 +178,25 @@ def test_pretrained(tmp_path):
         Gallery.open(tmp_path / "g")
 
 
-def test_unsuitable_calibrations_are_refused(tmp_path):
-    run = save_run(tmp_path / "run")
-    fit_calibrations(run, model="0123456789abcdef")
-    with pytest.raises(ValueError, match=r"belongs to another model .*: calibrate again"):
-        Gallery.create(tmp_path / "g", run)
-    assert not (tmp_path / "g").exists()
-    fit_calibrations(run)
-    shutil.copy(run / "calibration.json", run / "calibration-unlabelled.json")
-    with pytest.raises(ValueError, match="is for galleries with labels: calibrate again"):
-        Gallery.create(tmp_path / "g", run)
-    (run / "calibration-unlabelled.json").unlink()
-    found = Calibration.load(run / "calibration.json")
-    replace(found, searched="5 nearest, euclidean").save(run / "calibration.json")
-    with pytest.raises(ValueError, match="was made for '5 nearest, euclidean', a gallery needs '10 nearest"):
-        Gallery.create(tmp_path / "g", run)
-    (run / "calibration.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="not a file of kind 'idml calibration'"):
-        Gallery.create(tmp_path / "g", run)
+def test_unsuitable_calibrations_are_refused(world, tmp_path):
+    found, path = Calibration.load(world[0] / "calibration.json"), tmp_path / "g" / "calibration.json"
+    Gallery.create(tmp_path / "g", world[0]).close()
+    for content, words in (
+        (replace(found, model="0123456789abcdef").encode(), "belongs to another model .*: calibrate again"),
+        (
+            replace(found, searched="5 nearest, euclidean").encode(),
+            "was made for '5 nearest, euclidean', a gallery needs",
+        ),
+        (b"{}", "not a file of kind 'idml calibration'"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            Gallery.open(tmp_path / "g")
+    with Gallery.open(tmp_path / "g", calibrated=False) as gallery:
+        with pytest.raises(ValueError, match="belongs to another model"):
+            gallery.store_calibration(replace(found, model="0123456789abcdef"))
+        gallery.store_calibration(found)
+    assert Gallery.open(tmp_path / "g").calibration == found
 
 
 def test_another_model_is_refused(run, gallery, tmp_path):
@@ -192,7 +221,7 @@ def test_another_model_is_refused(run, gallery, tmp_path):
 def test_creating_a_gallery_again_after_a_kill(run, tmp_path):
     """The model is copied before there is a gallery; what is left of an attempt with another one is no hindrance."""
     (tmp_path / "g" / "model").mkdir(parents=True)
-    for name in ("pretrained", "calibration.json", "model.safetensors"):
+    for name in ("pretrained", "learned.json", "model.safetensors"):
         (tmp_path / "g" / "model" / name).write_bytes(b"left over")
     Gallery.create(tmp_path / "g", run).close()
     assert [path.name for path in (tmp_path / "g" / "model").iterdir()] == ["model.safetensors"]
@@ -228,7 +257,7 @@ def test_a_gallery_in_milvus(milvus, world):
         Gallery.open(milvus, run=run)
     with open_or_create(milvus, run) as gallery:
         gallery.add_embedded(as_items(labels.tolist()), stored)
-        assert gallery.search_embeddings(queries[:2])[0].calibrated
+        assert not gallery.search_embeddings(queries[:2])[0].calibrated
         upload = Upload(encoded(picture(1)), "c1")
         assert gallery.add([upload]) == Added(1, 0, 0)
         assert gallery.add([upload]) == Added(0, 0, 1)

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 from synthetic_images import as_items, encoded, fit_calibrations, picture, save_run, write_picture
 
+from idml.calibration.stored import Calibration
 from idml.search.engines import Added
 from idml.search.engines.milvus_connection import Connection
 from idml.search.gallery import Gallery, Upload, open_or_create
@@ -22,6 +23,9 @@ def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):
         assert gallery.search([picture(1)])[0].answer.reason == "the collection is empty"
         for own in (gallery, folder):
             own.add_embedded(as_items(labels.tolist()), stored)
+            own.store_calibration(Calibration.load(run / "calibration.json"))
+        with Gallery.open(place, run=run) as other:  # every client finds it in the metadata of the collection
+            assert other.calibration == folder.calibration
         assert gallery.status() == folder.status()
         assert gallery.guarantees() == folder.guarantees()
         for found, expected in zip(

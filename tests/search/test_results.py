@@ -14,6 +14,7 @@ import idml.search.results
 from idml import Embeddings
 from idml.calibration.evidence import Profile
 from idml.calibration.open_set import QueryPool
+from idml.calibration.stored import Calibration
 from idml.search.answers import RiskTargets, State, answer_queries
 from idml.search.engines import Item
 from idml.search.gallery import Upload
@@ -113,24 +114,26 @@ def test_evidence_and_results_equal_a_loop(shop, monkeypatch, k):
         assert others == [min(first, p) for p in raw]
 
 
-def test_three_states_and_both_kinds_of_gallery(shop):
+def test_three_states_and_both_kinds_of_gallery(shop, world):
     gallery, stored, labels, queries, _ = shop
     targets = RiskTargets(max_error=0.1)
+    assert all(reply.notes == () for reply in gallery.search_embeddings(queries[:3]))
     states = {reply.answer.state for reply in gallery.search_embeddings(queries, 5, targets)}
     assert states == set(State)
     assert gallery.calibration.labelled
-    assert all(reply.notes == () for reply in gallery.search_embeddings(queries[:3]))
 
     item = next(gallery.items())
     gallery.relabel({item.id: None})
+    assert gallery.calibration is None
+    gallery.store_calibration(Calibration.load(world[0] / "calibration-unlabelled.json"))
     assert not gallery.calibration.labelled
     found = gallery.search_embeddings(queries, 5, targets)
     expected = answer_queries(calibration_evidence(queries, stored, labels), gallery.calibration, targets)
     assert [r.answer.state for r in found] == [a.state for a in expected]
     assert [r.answer.probability for r in found] == pytest.approx([a.probability for a in expected], abs=1e-6)
-    assert found[0].notes == ("1 of 600 images have no label: answered as a collection without labels",)
+    assert found[0].notes[0] == "1 of 600 images have no label: answered as a collection without labels"
     gallery.relabel({item.id: item.label})
-    assert gallery.calibration.labelled
+    assert gallery.calibration is None
 
 
 def test_result_sets_are_shown_completely(shop):
@@ -165,7 +168,7 @@ def test_without_calibration(gallery):
             assert reply.answer.novelty == pytest.approx(wanted.novelty)
             assert not reply.calibrated
             assert all(result.probability is None for result in reply.results)
-            assert "not calibrated for collections with labels" in reply.notes[0]
+            assert "not calibrated: nothing is promised" in reply.notes[0]
     assert {r.answer.state for r in gallery.search_embeddings(strange)} == {State.NOVEL}
 
 

@@ -35,6 +35,8 @@ def test_gallery_info(client, gallery):
         "rejected": None,
         "level_speaks": False,
         "drift": "",
+        "growth": "",
+        "queries": "",
         "writable": True,
         "promises": [],
     }
@@ -184,6 +186,8 @@ def test_openapi(shared):
         "/api/items/{id}/image",
         "/api/items/{id}/similar",
         "/api/labels",
+        "/api/feedback",
+        "/api/feedback/{id}",
         "/api/map",
     }
     known = {f"#/components/schemas/{name}" for name in content["components"]["schemas"]}

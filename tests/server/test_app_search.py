@@ -15,7 +15,19 @@ from idml.search.answers import RiskTargets
 from idml.search.gallery import Gallery
 
 RESULT = {"id", "path", "label", "distance", "probability", "level", "duplicates"}
-ANSWER = {"state", "reason", "probability", "novelty", "calibrated", "level", "set_size", "results", "notes", "took_ms"}
+ANSWER = {
+    "state",
+    "reason",
+    "probability",
+    "novelty",
+    "calibrated",
+    "promised",
+    "level",
+    "set_size",
+    "results",
+    "notes",
+    "took_ms",
+}
 
 
 def test_search_finds_the_image_itself(shared):
@@ -96,7 +108,8 @@ def test_guarantees_name_their_conditions(client, gallery, monkeypatch):
     reason = counts.find_guarantee(0.01, 0.9).reason
     cannot = {"max_error": 0.01, "possible": False, "threshold": None, "coverage": 0.0, "reason": reason}
     can = {"max_error": 0.05, "possible": True, "threshold": 0.9, "coverage": 0.6, "reason": ""}
-    assert content["promises"] == [{**promise, "confidence": 0.9} for promise in (cannot, can)]
+    common = {"confidence": 0.9, "approximate": False}
+    assert content["promises"] == [{**promise, **common} for promise in (cannot, can)]
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])

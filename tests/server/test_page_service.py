@@ -125,6 +125,7 @@ def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expec
 
 def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, serve, visit, expect):
     with made_gallery(tmp_path / "gallery", calibrated_run, items=40) as gallery:
+        gallery.store_calibration(Calibration.load(calibrated_run / "calibration.json"))
         promises = gallery.guarantees()
         assert {promise.possible for promise in promises} == {True, False}
         page = visit(serve(gallery))

@@ -17,6 +17,7 @@ first one's; if the list holds a single class, it is d_k:
 The ratio 0/0 is 1. If the list holds one image, d₂ = d_k = d₁.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,6 +82,15 @@ class Evidence:
     def __getitem__(self, index: Index) -> "Evidence":
         rows = as_rows(index, len(self))
         return replace(self, **{name: x[rows] for name, x in self.scores.items()})  # type: ignore[arg-type]
+
+    @classmethod
+    def cat(cls, parts: "Sequence[Evidence]") -> "Evidence":
+        """Join evidence with the same scores from the same kind of search."""
+        names = [*parts[0].scores]
+        if any([*part.scores] != names or part.searched != parts[0].searched for part in parts):
+            raise ValueError("only evidence with the same scores can be joined")
+        scores = {name: torch.cat([part.scores[name] for part in parts]) for name in names}
+        return cls(**scores, searched=parts[0].searched)
 
 
 def build_evidence(

@@ -1,24 +1,22 @@
 """Open-set queries: queries of known and of unknown classes against a gallery of the known ones.
 
 Calibrations are fitted and tested on them. `QueryPool` searches all queries once in the whole gallery, deeper than
-needed. To search a gallery without some classes, it removes their images from the lists, and searches again only for
-queries whose list became too short. The result equals a search in the smaller gallery. Many such searches cost one.
+needed. To search a gallery without some classes, or without the query's own class, it removes their images from the
+lists, and searches again only for queries whose list became too short. The result equals a search in the smaller
+gallery. Many such searches cost one.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from idml.calibration.evidence import NEIGHBOURS, Evidence, build_evidence
-from idml.data.datasets import Dataset, hold_out, load_dataset
-from idml.embeddings import Embeddings
+from idml.embeddings import Embeddings, Index, as_rows
 from idml.evaluation.knn import Neighbours, nearest
 
 _DEPTH = 256  # neighbours kept of the search in the whole gallery
-_PATH_KINDS = ("folder", "csv")  # data sets of these kinds are told apart by their path, all others by their kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +33,7 @@ class OpenSetQueries:
     known: Tensor
     distances: Tensor
     same_class: Tensor
-    gallery: Tensor  # bool, the images of the whole gallery that were searched
+    gallery: Tensor  # bool, the images of the whole gallery that were searched by all queries
 
     @property
     def correct(self) -> Tensor:
@@ -45,9 +43,25 @@ class OpenSetQueries:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitem__(self, index: Index) -> "OpenSetQueries":
+        rows = as_rows(index, len(self))
+        names = ("evidence", "labels", "known", "distances", "same_class")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+    @classmethod
+    def cat(cls, parts: "Sequence[OpenSetQueries]") -> "OpenSetQueries":
+        """Join queries whose lists have the same length."""
+        names = ("labels", "known", "distances", "same_class")
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return cls(Evidence.cat([part.evidence for part in parts]), **joined, gallery=parts[0].gallery)
+
 
 class QueryPool:
-    """Queries, their classes [n], and a gallery; without a gallery, each query is searched among the others."""
+    """Queries, their classes [n], and a gallery; without a gallery, each query is searched among the others.
+
+    ``rows`` [n] are the places of the queries in the gallery, −1 for a query that is not in it. A query never finds
+    itself.
+    """
 
     def __init__(
         self,
@@ -56,12 +70,21 @@ class QueryPool:
         gallery: Embeddings | None = None,
         gallery_labels: Tensor | None = None,
         *,
+        rows: Tensor | None = None,
         depth: int = _DEPTH,
     ) -> None:
-        self.queries, self.labels, self.leave_one_out = queries, labels, gallery is None
+        self.queries, self.labels = queries, labels
         self.gallery = queries if gallery is None else gallery
         self.gallery_labels = labels if gallery_labels is None else gallery_labels
-        self.neighbours = nearest(queries, depth, gallery=gallery)
+        if rows is None:
+            rows = torch.arange(len(labels)) if gallery is None else torch.full((len(labels),), -1)
+        self.rows = rows
+        if gallery is None:
+            self.neighbours = nearest(queries, depth)
+        else:
+            self.neighbours = nearest(
+                queries, depth, gallery=gallery, query_ids=rows, gallery_ids=torch.arange(len(gallery))
+            )
 
     def search(self, *, without: Tensor | None = None, listed: int = NEIGHBOURS) -> OpenSetQueries:
         """Search all queries in the gallery without the classes ``without``; ``listed`` images of each list are kept.
@@ -73,40 +96,69 @@ class QueryPool:
         """
         absent = self.gallery_labels.new_empty(0) if without is None else without
         present = ~torch.isin(self.gallery_labels, absent)
-        indices, distances = self._search_present(present, max(NEIGHBOURS, listed))
+        k = max(NEIGHBOURS, listed)
+        inside = present[self.neighbours.indices.clamp_min(0)]
+        own = self._find_itself(present)
+        neighbours = self._list_nearest(inside, int(present.sum()) - own, k, lambda rows: [(rows, present)])
+        counts = self.gallery_labels[present].bincount(minlength=int(self.labels.max()) + 1)[self.labels]
+        return self._describe(neighbours, counts - own > 0, listed, present)
+
+    def search_without_own(self, *, listed: int = NEIGHBOURS) -> OpenSetQueries:
+        """Search each query in the gallery without its own class: all of them are unknown.
+
+        >>> pool = QueryPool(Embeddings.certain(torch.eye(3)[[0, 0, 1, 1]]), torch.tensor([0, 0, 1, 1]))
+        >>> pool.search_without_own().distances[:, 0]
+        tensor([1.4142, 1.4142, 1.4142, 1.4142])
+        """
+        other = self.gallery_labels[self.neighbours.indices.clamp_min(0)] != self.labels.unsqueeze(1)
+        counts = self.gallery_labels.bincount(minlength=int(self.labels.max()) + 1)[self.labels]
+        visible = len(self.gallery_labels) - counts
+
+        def split_by_class(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+            labels = self.labels[rows]
+            return [(rows[labels == label], self.gallery_labels != label) for label in labels.unique()]
+
+        neighbours = self._list_nearest(other, visible, max(NEIGHBOURS, listed), split_by_class)
+        nothing, everything = torch.zeros_like(counts, dtype=torch.bool), torch.ones_like(self.gallery_labels).bool()
+        return self._describe(neighbours, nothing, listed, everything)
+
+    def _describe(self, neighbours: Neighbours, known: Tensor, listed: int, present: Tensor) -> OpenSetQueries:
+        indices, distances = neighbours
         classes = self.gallery_labels[indices.clamp_min(0)]
         nearest_uncertainty = self.gallery.uncertainty[indices[:, 0]]
         evidence = build_evidence(self.queries, distances, nearest_uncertainty, classes=classes)
-        counts = self.gallery_labels[present].bincount(minlength=int(self.labels.max()) + 1)[self.labels]
-        known = counts - present.long() > 0 if self.leave_one_out else counts > 0
         same_class = (classes == self.labels.unsqueeze(1)) & (indices >= 0)
         return OpenSetQueries(evidence, self.labels, known, distances[:, :listed], same_class[:, :listed], present)
 
-    def _search_present(self, present: Tensor, k: int) -> Neighbours:
-        """The k nearest of each query among the gallery images ``present``; −1 and ∞ where there are fewer."""
+    def _find_itself(self, present: Tensor) -> Tensor:
+        """1 for a query that is among the images ``present``, else 0 [n]."""
+        return (present[self.rows.clamp_min(0)] & (self.rows >= 0)).long()
+
+    def _list_nearest(
+        self, inside: Tensor, visible: Tensor, k: int, split: Callable[[Tensor], list[tuple[Tensor, Tensor]]]
+    ) -> Neighbours:
+        """The k nearest of each query among the images that it may see; −1 and ∞ where there are fewer.
+
+        ``inside`` [n, depth]: whether a query may see this image of its deep list; ``visible`` [n]: how many images it
+        may see at all; ``split``: queries that have to be searched again, as parts with the images they may see.
+        """
         found, n = self.neighbours, len(self.labels)
-        inside = present[found.indices.clamp_min(0)] & (found.indices >= 0)
+        inside = inside & (found.indices >= 0)
         place = inside.cumsum(dim=1)
         line, column = (inside & (place <= k)).nonzero().unbind(1)
         indices = torch.full((n, k), -1)
         distances = found.distances.new_full((n, k), torch.inf)
         to = place[line, column] - 1
         indices[line, to], distances[line, to] = found.indices[line, column], found.distances[line, column]
-        own = present.long() if self.leave_one_out else torch.zeros(n, dtype=torch.long)
-        visible = int(present.sum()) - own
         short = (place[:, -1] < visible.clamp_max(k)).nonzero().flatten()
-        if len(short):
+        for queries, present in split(short) if len(short) else ():
             rows = present.nonzero().flatten()
             again = nearest(
-                self.queries[short],
-                k,
-                gallery=self.gallery[rows],
-                query_ids=short if self.leave_one_out else None,
-                gallery_ids=rows if self.leave_one_out else None,
+                self.queries[queries], k, gallery=self.gallery[rows], query_ids=self.rows[queries], gallery_ids=rows
             )
             width = again.indices.shape[1]
-            indices[short, :width] = torch.where(again.indices < 0, -1, rows[again.indices.clamp_min(0)])
-            distances[short, :width] = again.distances
+            indices[queries, :width] = torch.where(again.indices < 0, -1, rows[again.indices.clamp_min(0)])
+            distances[queries, :width] = again.distances
         return Neighbours(indices, distances)
 
 
@@ -124,51 +176,3 @@ def draw_unknown(labels: Tensor, share: float, generator: torch.Generator) -> Te
     number = max(1, min(int((held - share).abs().argmin()) + 1, len(classes) - 2)) if share else 0
     drawn: Tensor = classes[order[:number]]
     return drawn
-
-
-def load_unseen(data: str, split: str | None, trained: dict[str, Any]) -> tuple[Dataset, str]:
-    """Load the test images of ``data`` whose classes a run was not trained on; returns them and their split.
-
-    ``trained`` are the options of the run. If it was trained on ``data``, the default of ``split`` is the run's own
-    split, and every class that it learned from is left out. Of a run on all classes ("all"), the classes remain that it
-    held out for validation. If the run was trained on other data, or does not say on which, nothing is left out, and a
-    line in ``notes`` says so.
-    """
-    own_data, own_split = str(trained.get("data", "")), str(trained.get("split", "official"))
-    same = _is_same_data(data, own_data)
-    chosen = split if split is not None else own_split if same else "official"
-    dataset = load_dataset(data, split=chosen)
-    notes = list(dataset.notes)
-    if not same:
-        what = f"was trained on {own_data.partition(':')[0]}" if own_data else "does not say what it was trained on"
-        name = data.partition(":")[0]
-        notes.append(f"the run {what}: it is assumed, not checked, that it has not seen the classes of {name}")
-        return Dataset(dataset.name, dataset.train, dataset.test, dataset.gallery, tuple(notes)), chosen
-    train = dataset.train if chosen == own_split else load_dataset(data, split=own_split).train
-    learned = {*hold_out(train, _holdout_share(trained))[0].classes}
-    classes = dataset.test.classes
-    kept = [number for number, name in enumerate(classes) if name not in learned]
-    if not kept:
-        raise ValueError(
-            f"the run was trained on every class of {data}: calibrate it with images of other classes, or train with "
-            "--split 0.8 or --holdout 0.1"
-        )
-    test, gallery = dataset.test, dataset.gallery
-    if len(kept) < len(classes):
-        notes.append(f"{len(classes) - len(kept):,} of {len(classes):,} classes left out: the run was trained on them")
-        test, gallery = test.of_classes(kept), None if gallery is None else gallery.of_classes(kept)
-    return Dataset(dataset.name, train, test, gallery, tuple(notes)), chosen
-
-
-def _is_same_data(data: str, other: str) -> bool:
-    (kind, _, path), (other_kind, _, other_path) = data.partition(":"), other.partition(":")
-    if kind != other_kind:
-        return False
-    return kind not in _PATH_KINDS or Path(path).expanduser().resolve() == Path(other_path).expanduser().resolve()
-
-
-def _holdout_share(trained: dict[str, Any]) -> float:
-    share = trained.get("holdout", 0.0)
-    if not isinstance(share, int | float) or not 0 <= share < 1:
-        raise ValueError(f"the run's config.yaml says holdout: {share!r}; it must be a number from 0 to below 1")
-    return share

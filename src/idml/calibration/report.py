@@ -1,6 +1,7 @@
 """The report page of a calibration: what is promised, how reliable P(right) is, and how good every score is."""
 
 import html
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from idml.calibration.confidence import P_RIGHT
@@ -9,15 +10,13 @@ from idml.report_html import drawing, page, table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TITLES = {"labelled": "Galleries with labels", "unlabelled": "Galleries without labels"}
 _PROMISED = (
-    "The promises are for queries like these, each drawn independently: "
-    "about {unknown} of them or fewer are of classes that are not in the gallery, "
-    "they show the same kind of images, and the gallery is similar. "
+    "The promises are for queries like these: about {unknown} of them or fewer show something that is not in the "
+    "gallery, they show the same kind of images, and the gallery has changed little. "
     "Then, for each error rate, at most that share of the answers <em>match</em> is wrong "
     "(a match of an unknown query is wrong too), with 90 % confidence: one calibration in ten may fail. "
-    "Nothing is promised about a single query, about other kinds of images, or for a gallery that has changed much. "
-    "Queries of one class are similar, so for new classes the promises are estimates."
+    "A promise that rests on few classes is <em>approximate</em>. "
+    "Nothing is promised about a single query, about other kinds of images, or for a gallery that has changed much."
 )
 _RELIABILITY = (
     "Left: the share of right answers among the queries whose P(right) falls into a bin, with its 95 % interval. On "
@@ -31,27 +30,19 @@ _SCORES = (
 )
 
 
-def build_page(result: dict[str, Any]) -> bytes:
-    """Build the page from a ``result`` of `idml.calibration.calibrate.calibrate_run`."""
+def build_page(title: str, intro: Sequence[str], result: dict[str, Any], parts: dict[str, dict[str, Any]]) -> bytes:
+    """Build the page from the ``words`` and ``unknown_share`` of a result, and the figures of each part by title."""
     unknown = f"{result['unknown_share']:.0%}"
-    trained = f", trained by {result['method']}" if result["method"] else ""
-    counts = (
-        f"{result['queries']:,} queries of {result['classes']:,} classes that the run was not trained on, against "
-        f"{result['gallery']:,} images. {result['unknown_queries']:,} queries ({unknown}) have no image of their "
-        f"class there ({result['unknown_classes']:,} classes were kept out of the gallery). {result['right']:,} first "
-        f"results are right. P(right) was fitted to half of the queries; the promises come from the other half."
-    )
-    parts = [
-        f"<h1>Calibration on {html.escape(result['data'])}</h1>",
-        f"<p>Model {html.escape(result['model'])}{html.escape(trained)}. {counts}</p>",
-        "".join(f"<p>{html.escape(line)}</p>" for line in result["notes"]),
+    content = [
+        f"<h1>{html.escape(title)}</h1>",
+        *(f"<p>{html.escape(line)}</p>" for line in intro),
         "<h2>Summary</h2>",
         "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in result["words"]) + "</ul>",
         f"<h2>What is promised, and what is not</h2><p>{_PROMISED.format(unknown=unknown)}</p>",
     ]
-    for kind, title in _TITLES.items():
-        parts += [f"<h2>{title}</h2>", *_build_part(result[kind], title)]
-    return page(f"calibration on {result['data']}", *parts)
+    for name, figures in parts.items():
+        content += [f"<h2>{html.escape(name)}</h2>", *_build_part(figures, name)]
+    return page(title, *content)
 
 
 def _build_part(figures: dict[str, Any], title: str) -> list[str]:
@@ -64,7 +55,7 @@ def _build_part(figures: dict[str, Any], title: str) -> list[str]:
         f"{figures['counted']:,} queries.</p>",
         _figure(figures, title),
         f"<p>{_RELIABILITY}</p>",
-        table(["error rate", "answered", "wrong among them", "smallest P", "why not"], _promises(figures)),
+        table(["error rate", "answered", "wrong among them", "smallest P", "note"], _promises(figures)),
         f"<h3>Scores</h3><p>{_SCORES}</p>",
         table(["score", "R-AUROC", "AUGRC × 1000", "unknown", ""], _scores(figures)),
         "<h3>Not in the collection</h3>",
@@ -81,7 +72,8 @@ def _promises(figures: dict[str, Any]) -> list[list[str]]:
         cells = ["–", "–", "–", _shorten_reason(promise)]
         if promise["possible"]:
             wrong = f"{promise['wrong']:,} of {promise['answered']:,}"
-            cells = [f"{promise['coverage']:.1%}", wrong, f"{promise['threshold']:.3f}", ""]
+            note = "approximate" if promise["approximate"] else ""
+            cells = [f"{promise['coverage']:.1%}", wrong, f"{promise['threshold']:.3f}", note]
         rows.append([f"{promise['max_error']:.0%}", *cells])
     return rows
 

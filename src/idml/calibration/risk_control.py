@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from idml.calibration.cluster_bound import ClusterMoments
 from idml.calibration.evidence import Profile
 
 SMALLEST_RATE = 1e-9  # a smaller error rate would need more calibration queries than anybody has
@@ -34,7 +35,10 @@ ERROR_RATES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # those that reports
 # start at 1/32 and 1/16: on hard data (CUB) only the surest few per cent can be guaranteed, and easy data lose nothing.
 _STEPS, _STARTS, _EARLY, _ENOUGH = 128, (16, 32, 64), (4, 8), 32
 
-_SHIFT, _CHANCE, _GROWTH = 0.1, 0.01, 2.0  # of drift: Kolmogorov–Smirnov distance, p-value, ratio of sizes
+_SHIFT, _CHANCE = 0.1, 0.01  # of drift: Kolmogorov–Smirnov distance, p-value
+FEWEST_CLUSTERS, ENOUGH_CLUSTERS = 10, 50  # with fewer clusters there is no promise, or an approximate one
+GROWTH = 0.2  # a gallery may grow or shrink by this share before its calibration is void
+_NOTICED, _CERTAIN = 20, 0.01  # of unknown queries: how many answers to look at, p-value
 
 
 # -------------------- bounds and tests --------------------
@@ -86,6 +90,28 @@ def p_values(wrong: Sequence[int], total: Sequence[int], max_error: float) -> li
     return out
 
 
+def clustered_p_values(moments: ClusterMoments, max_error: float) -> list[float]:
+    """The p-values of "more than ``max_error`` of the answers are wrong" for queries that hang together.
+
+    `idml.calibration.cluster_bound` has the formulas. With too few clusters all of them are 1.
+    """
+    from scipy.special import betainc, stdtr
+
+    answered, wrong, n = (np.array(x) for x in (moments.answered, moments.wrong, moments.effective))
+    k = np.divide(n * wrong, answered, out=np.zeros(len(n)), where=answered > 0)
+    k, n = (np.where(np.abs(x - x.round()) < 1e-9 * (1 + n), x.round(), x) for x in (k, n))  # whole counts stay whole
+    by_image = np.where(n > k, betainc(np.maximum(n - k, 1e-300), k + 1, 1 - max_error), 1.0)
+    if moments.clusters == 0:
+        return [float(x) for x in by_image]
+    if moments.clusters < FEWEST_CLUSTERS:
+        return [1.0] * len(n)
+    terms = np.array([1.0, -2 * max_error, max_error**2])
+    spread = np.array(moments.variance) @ terms + 2 * np.maximum(0.0, np.array(moments.shared) @ terms)
+    z = wrong - max_error * answered
+    ratio = np.divide(z, np.sqrt(spread.clip(0)), out=np.where(z < 0, -np.inf, np.inf), where=spread > 1e-30)
+    return [float(x) for x in np.maximum(by_image, stdtr(moments.clusters - 1, ratio))]
+
+
 def sequential_test(p: Sequence[float], level: float, starts: Sequence[int] = (0,)) -> list[bool]:
     """Which of the tests pass, in their order; the probability that any passes wrongly is ``level`` at most.
 
@@ -121,7 +147,8 @@ class RiskGuarantee:
     Answer if P ≥ ``threshold``: with probability ``confidence`` over the calibration queries, at most ``max_error`` of
     such answers are wrong, among all queries like those. ``answered`` of the ``total`` calibration queries have
     P ≥ threshold, ``wrong`` of these have a wrong answer. With fewer than ``needed`` queries there is no threshold,
-    even if all answers are right.
+    even if all answers are right. ``share`` is the share of the queries that are answered, if these are weighted. The
+    guarantee is ``approximate`` if it rests on too few classes (`idml.calibration.cluster_bound`).
     """
 
     max_error: float
@@ -132,6 +159,8 @@ class RiskGuarantee:
     answered: int = 0
     wrong: int = 0
     reason: str = ""
+    share: float | None = None
+    approximate: bool = False
 
     @property
     def possible(self) -> bool:
@@ -141,6 +170,8 @@ class RiskGuarantee:
     @property
     def coverage(self) -> float:
         """The share of the calibration queries that are answered."""
+        if self.share is not None:
+            return self.share
         return self.answered / self.total if self.total else 0.0
 
 
@@ -148,7 +179,8 @@ class RiskGuarantee:
 class ThresholdCounts:
     """How many of ``total`` calibration queries each threshold answers, and how many of these are wrong.
 
-    The strictest threshold comes first.
+    The strictest threshold comes first. With ``moments`` the queries are weighted and hang together; without, each
+    counts once and they are independent.
     """
 
     thresholds: tuple[float, ...]
@@ -156,6 +188,7 @@ class ThresholdCounts:
     wrong: tuple[int, ...]
     total: int
     starts: tuple[int, ...]
+    moments: ClusterMoments | None = None
 
     def __post_init__(self) -> None:
         n, counted = len(self.thresholds), zip(self.wrong, self.answered, strict=False)
@@ -174,13 +207,25 @@ class ThresholdCounts:
             raise ValueError("the table of thresholds has impossible starts")
 
     @classmethod
-    def of(cls, p: Tensor, correct: Tensor, thresholds: Sequence[float], starts: Sequence[int]) -> "ThresholdCounts":
+    def of(
+        cls,
+        p: Tensor,
+        correct: Tensor,
+        thresholds: Sequence[float],
+        starts: Sequence[int],
+        moments: ClusterMoments | None = None,
+    ) -> "ThresholdCounts":
         """Count a sample. The thresholds must have been chosen without looking at it."""
         known, right = p.double().sort().values, p[correct].double().sort().values
         t = torch.tensor(thresholds, dtype=torch.float64)
         answered, sound = (len(x) - torch.searchsorted(x, t) for x in (known, right))
         return cls(
-            tuple(thresholds), tuple(answered.tolist()), tuple((answered - sound).tolist()), len(p), tuple(starts)
+            tuple(thresholds),
+            tuple(answered.tolist()),
+            tuple((answered - sound).tolist()),
+            len(p),
+            tuple(starts),
+            moments,
         )
 
     def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong answers") -> RiskGuarantee:
@@ -199,19 +244,37 @@ class ThresholdCounts:
         shares = [self.answered[i] / self.total for i in self.starts if self.answered[i]]
         needed = math.ceil(fewest / max(shares, default=1.0) - 1e-9)  # a start sees only the queries that it answers
         passed = self._test_thresholds(max_error, level)
+        moments = self.moments
         if not any(passed):
             reason = f"cannot promise at most {100 * max_error:.3g} % {what} here: "
-            if self.total < needed:
+            if moments is not None and 0 < moments.clusters < FEWEST_CLUSTERS:
+                reason += (
+                    f"{moments.clusters} classes were counted, at least {FEWEST_CLUSTERS} are needed to know about "
+                    "queries of unknown classes (without such queries: --unknown 0)"
+                )
+            elif self.total < needed:
                 reason += f"there are {self.total} calibration queries, at least {needed} are needed"
             else:
                 reason += f"there were too many in the calibration; {self._describe_smallest_rate(level)}"
             return RiskGuarantee(max_error, confidence, None, self.total, needed, reason=reason)
         i = max(j for j, ok in enumerate(passed) if ok)
-        counted = self.answered[i], self.wrong[i]
-        return RiskGuarantee(max_error, confidence, self.thresholds[i], self.total, needed, *counted)
+        return RiskGuarantee(
+            max_error,
+            confidence,
+            self.thresholds[i],
+            self.total,
+            needed,
+            self.answered[i],
+            self.wrong[i],
+            share=None if moments is None else moments.answered[i],
+            approximate=moments is not None and 0 < moments.clusters < ENOUGH_CLUSTERS,
+        )
 
     def _test_thresholds(self, max_error: float, level: float) -> list[bool]:
-        return sequential_test(p_values(self.wrong, self.answered, max_error), level, self.starts)
+        moments = self.moments
+        if moments is None:
+            return sequential_test(p_values(self.wrong, self.answered, max_error), level, self.starts)
+        return sequential_test(clustered_p_values(moments, max_error), level, self.starts)
 
     def _describe_smallest_rate(self, level: float) -> str:
         """Say about which error rate could be guaranteed: the smallest full per cent at which a threshold passes."""
@@ -333,17 +396,20 @@ class Drift:
     distance: float  # Kolmogorov–Smirnov: the largest difference between the two distributions of d₁
     p_value: float
     reason: str
+    """What has changed. For a small change that the guarantees cover, how much the size has changed, or nothing."""
 
 
 def measure_drift(then: Profile, now: Profile) -> Drift:
     """Compare two profiles of a gallery.
 
-    A gallery has changed much if it has twice or half the size, or if the distribution of d₁ has moved by 0.1 or more
-    (Kolmogorov–Smirnov) and the probability of chance is below 1 %. Large galleries make every small move significant,
-    so the size of the move counts too.
+    The guarantees cover a gallery that is up to 20 % larger or smaller. It has changed too much beyond that, or if the
+    distribution of d₁ has moved by 0.1 or more (Kolmogorov–Smirnov) and the probability of chance is below 1 %. Large
+    galleries make every small move significant, so the size of the move counts too.
 
     >>> measure_drift(Profile(100, (0.1, 0.2)), Profile(300, (0.1, 0.2))).reason
-    'the gallery has 3 times as many images as at calibration'
+    'the gallery is 200 % larger than at calibration'
+    >>> measure_drift(Profile(100, (0.1, 0.2)), Profile(110, (0.1, 0.2))).changed
+    False
     """
     from scipy.stats import ks_2samp
 
@@ -351,10 +417,38 @@ def measure_drift(then: Profile, now: Profile) -> Drift:
     test = ks_2samp(then.nearest, now.nearest, method="asymp")  # the exact test warns if it cannot be computed
     distance, p = float(test.statistic), float(test.pvalue)
     reasons = []
-    if not 1 / _GROWTH < ratio < _GROWTH:
-        reasons.append(f"the gallery has {ratio:.3g} times as many images as at calibration")
+    size = f"the gallery is {100 * abs(ratio - 1):.0f} % {'larger' if ratio > 1 else 'smaller'} than at calibration"
+    if abs(ratio - 1) > GROWTH + 1e-9:
+        reasons.append(size)
     if distance >= _SHIFT and p < _CHANCE:
         mean_then, mean_now = (sum(x.nearest) / len(x.nearest) for x in (then, now))
         side = "farther from" if mean_now > mean_then else "nearer to"
         reasons.append(f"its images lie {side} each other than at calibration")
-    return Drift(bool(reasons), ratio, distance, p, "; ".join(reasons))
+    if reasons:
+        return Drift(True, ratio, distance, p, "; ".join(reasons))
+    covered = f"{size}; promises cover {100 * GROWTH:.0f} %" if abs(ratio - 1) >= 0.005 else ""
+    return Drift(False, ratio, distance, p, covered)
+
+
+# -------------------- more unknown queries than calibrated --------------------
+
+
+def notice_unknown(flagged: int, total: int, *, recognised: float, rejected: float, share: float) -> float | None:
+    """Estimate the share of unknown queries from answers, if it is clearly above the calibrated ``share``.
+
+    Of the ``total`` latest queries, ``flagged`` were answered with *not in the collection*. In the calibration a share
+    ``recognised`` of the unknown queries and ``rejected`` of the known ones were. None if there are fewer than 20
+    queries, if unknown queries are rarely recognised, or if so many flagged ones have a probability of 1 % or more.
+
+    >>> notice_unknown(30, 100, recognised=0.6, rejected=0.04, share=0.25)
+    >>> notice_unknown(48, 100, recognised=0.6, rejected=0.04, share=0.25)
+    0.7857142857142857
+    """
+    from scipy.stats import binom
+
+    if total < _NOTICED or recognised < 2 * rejected or recognised - rejected < 0.05:
+        return None
+    expected = share * recognised + (1 - share) * rejected
+    if float(binom.sf(flagged - 1, total, expected)) >= _CERTAIN:
+        return None
+    return min(1.0, (flagged / total - rejected) / (recognised - rejected))

@@ -1,8 +1,8 @@
-"""A calibration: what a run or a gallery stores to answer queries with a guarantee.
+"""A calibration: what a gallery stores to answer queries with a guarantee.
 
-It is fitted to queries whose right answers are known. They are split at random. One part fits P(right)
-(`idml.calibration.confidence`) and fixes the candidate thresholds. The other part is not used for fitting. Its counts
-at these thresholds carry every guarantee (`idml.calibration.risk_control`):
+It is fitted to queries whose right answers are known. They are split at random, by class where queries of a class hang
+together. One part fits P(right) (`idml.calibration.confidence`) and fixes the candidate thresholds. The other part is
+not used for fitting. Its counts at these thresholds carry every guarantee (`idml.calibration.risk_control`):
 
     match       P ≥ t: at most ε of such answers are wrong, with confidence 1 − δ; a match of an unknown query is wrong
     novelty     at most a share a of the known queries (class in the gallery) gets a p-value ≤ a
@@ -10,9 +10,9 @@ at these thresholds carry every guarantee (`idml.calibration.risk_control`):
 
 The guarantees hold for queries that are drawn like those of the calibration: from the same kind of gallery, with the
 same share of unknown ones (with fewer unknown queries, fewer matches are wrong), and each independently. Queries of one
-class depend on each other; for new classes the guarantees are estimates. "With confidence 1 − δ" counts all
-calibrations, also those without a possible threshold: among the others, more than a share δ may fail if a threshold is
-rarely possible.
+unknown class depend on each other: with `Grouping` the bound on wrong matches knows it
+(`idml.calibration.cluster_bound`). "With confidence 1 − δ" counts all calibrations, also those without a possible
+threshold: among the others, more than a share δ may fail if a threshold is rarely possible.
 
 P(a single result is of the query's class) comes from its distance (`MatchCurve`) and carries no guarantee.
 """
@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 import types
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from idml.calibration.cluster_bound import ClusterMoments
 from idml.calibration.confidence import ConfidenceModel, isotonic
 from idml.calibration.evidence import Evidence, Profile
 from idml.calibration.risk_control import (
@@ -43,14 +44,17 @@ from idml.calibration.risk_control import (
     measure_drift,
     reliability_bins,
 )
+from idml.evaluation.bootstrap import draw_classes, interval, resampled_auroc
 from idml.evaluation.uncertainty import auroc
 from idml.files import write_atomic
 
 T = TypeVar("T")
-_KIND, _VERSION = "idml calibration", 4
+_KIND, _VERSION = "idml calibration", 5
 _DOUBTS = (0.0, *(10 ** (-4 + i / 32) for i in range(129)))  # 10⁻⁴ … 1, the candidate thresholds of result sets
 _NOVELTY_SCORES = ("nearest", "kth", "doubt")
 _REFERENCE = 2000  # known queries that new ones are compared with
+_REJECTED = 0.05  # the share of known queries that may be rejected, unless the user says otherwise
+_ROUNDS = 200  # of resampled classes, to see whether ‖u‖ is better than chance
 _LIKELY = 0.5  # a query with a higher P(right) is never called absent: then its class is probably in the gallery
 
 
@@ -125,6 +129,22 @@ class ResultSets:
             raise ValueError("the table of result sets has impossible sizes")
 
 
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """How queries hang together: ``share`` of unknown queries to weight them by, and their clusters.
+
+    Unknown queries are clustered by the groups given to `Calibration.fit`, known ones too unless ``known_by_image``.
+    """
+
+    share: float
+    known_by_image: bool = True
+
+    @property
+    def by_group(self) -> bool:
+        """Whether whole groups are split off: not if all queries are known and count by image."""
+        return self.share > 0 or not self.known_by_image
+
+
 @dataclass(frozen=True)
 class Calibration:
     """A fitted calibration, see the head of this file."""
@@ -143,6 +163,14 @@ class Calibration:
     sets: ResultSets | None
     match_curve: MatchCurve | None
     profile: Profile | None
+    level_speaks: bool
+    """Whether ‖u‖ ranks wrong answers better than chance, by the 95 % interval over resampled classes."""
+    recognised: float | None
+    """The share of unknown queries that are answered *not in the collection*; None if there were none."""
+    rejected: float | None
+    """The same share of known queries."""
+    queries: str
+    """What the queries were, in words; empty if nobody said."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.unknown <= 1:
@@ -170,6 +198,8 @@ class Calibration:
         profile: Profile | None = None,
         model: str = "",
         held_out: float = 0.5,
+        grouping: Grouping | None = None,
+        queries: str = "",
     ) -> "Calibration":
         """Fit a calibration to queries whose right answers are known.
 
@@ -184,7 +214,9 @@ class Calibration:
             same_class: bool [n, m], this image is of the query's class; for result sets and `match_probability`.
             profile: of the gallery, to see later whether it has changed.
             model: the fingerprint of the model.
-            held_out: the share of queries that are counted, not fitted.
+            held_out: the share of queries that are counted, not fitted; with a grouping, the share of groups.
+            grouping: how queries hang together. Without it each counts once and they are independent.
+            queries: what the queries were, in words.
         """
         n = len(evidence)
         known = torch.ones(n, dtype=torch.bool) if known is None else known
@@ -198,12 +230,32 @@ class Calibration:
         for name, lists in (("distances", distances), ("same_class", same_class)):
             if lists is not None and (lists.ndim != 2 or len(lists) != n):
                 raise ValueError(f"{name} must be [{n}, listed], got {list(lists.shape)}")
-        held, used = split_queries(n, held_out, seed)
+        share = float((~known).double().mean())
+        if grouping is not None:
+            share = grouping.share
+            if groups is None:
+                raise ValueError("queries that hang together need groups")
+        held, used = split_queries(n, held_out, seed, groups if grouping is not None and grouping.by_group else None)
+        every = torch.arange(n)
+        if grouping is not None:
+            used, every = (draw_mixture(rows, known, share, seed) for rows in (used, every))
         theirs = None if groups is None else groups[used]
         confidence_model = ConfidenceModel.fit(
             evidence[used], correct[used], labelled=labelled, groups=theirs, seed=seed
         )
         p, p_fit = confidence_model.probability(evidence[held]), confidence_model.probability(evidence[used])
+        thresholds, starts = candidate_thresholds(p_fit)
+        moments = None
+        if grouping is not None and groups is not None:
+            moments = ClusterMoments.of(
+                p,
+                correct[held],
+                thresholds,
+                known=known[held],
+                share=share,
+                groups=groups[held],
+                known_by_image=grouping.known_by_image,
+            )
         score = _choose_novelty_score(confidence_model, evidence[used], known[used])
         reference = _novelty_score(confidence_model, score, evidence[held])[known[held]]
         chosen = torch.randperm(len(reference), generator=torch.Generator().manual_seed(seed))[:_REFERENCE]
@@ -213,21 +265,31 @@ class Calibration:
         curve = None
         if distances is not None and same_class is not None:
             curve = MatchCurve.fit(distances[used], same_class[used])
-        return cls(
+        shown = held if grouping is None else draw_mixture(held, known, share, seed)
+        p_shown = confidence_model.probability(evidence[shown])
+        level_groups = torch.arange(n) if groups is None else groups
+        fitted = cls(
             model=model,
             searched=evidence.searched,
             labelled=labelled,
-            unknown=float((~known).double().mean()),
+            unknown=share,
             confidence_model=confidence_model,
-            counts=ThresholdCounts.of(p, correct[held], *candidate_thresholds(p_fit)),
-            bins=tuple(reliability_bins(p, correct[held])) if len(p) else (),
+            counts=ThresholdCounts.of(p, correct[held], thresholds, starts, moments),
+            bins=tuple(reliability_bins(p_shown, correct[shown])) if len(shown) else (),
             novelty_score=score,
             novelty_reference=tuple(reference[chosen].sort().values.tolist()),
             percentiles={name: _percentiles(x[used]) for name, x in evidence.scores.items()},
             sets=sets,
             match_curve=curve,
             profile=profile,
+            level_speaks=_is_better_than_chance(evidence.level[every], ~correct[every], level_groups[every], seed),
+            recognised=None,
+            rejected=None,
+            queries=queries,
         )
+        absent = fitted.absent(evidence[held], _REJECTED)
+        shares = [_mean_of(absent[mask]) for mask in (~known[held], known[held])]
+        return replace(fitted, recognised=shares[0], rejected=shares[1])
 
     @property
     def ece(self) -> float | None:
@@ -287,23 +349,65 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Write the calibration as JSON."""
-        write_record(path, self, kind=_KIND, version=_VERSION)
+        write_atomic(path, self.encode())
 
     @classmethod
     def load(cls, path: Path, *, model: str | None = None) -> "Calibration":
         """Read a calibration. A damaged file, or one that belongs to another model, raises ``ValueError``."""
-        found = read_record(path, cls, kind=_KIND, version=_VERSION)
+        return cls.decode(path.read_bytes(), str(path), model=model)
+
+    def encode(self) -> bytes:
+        """The calibration as JSON, with a checksum."""
+        return encode_record(self, kind=_KIND, version=_VERSION)
+
+    @classmethod
+    def decode(cls, data: bytes, place: str, *, model: str | None = None) -> "Calibration":
+        """Read what `encode` wrote; ``place`` says in errors where it came from."""
+        found = decode_record(data, place, cls, kind=_KIND, version=_VERSION)
         if model is not None and found.model != model:
-            raise ValueError(f"{path} belongs to another model ({found.model!r}, not {model!r}): calibrate again")
+            raise ValueError(f"{place} belongs to another model ({found.model!r}, not {model!r}): calibrate again")
         return found
 
 
-def split_queries(n: int, held_out: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Split n queries at random: those that `Calibration.fit` counts, and those that it fits to."""
+def split_queries(n: int, held_out: float = 0.5, seed: int = 0, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Split n queries at random: those that `Calibration.fit` counts, and those that it fits to.
+
+    No group is divided, if groups are given.
+    """
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, got {held_out!r}")
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    return order[: int(n * held_out)].sort().values, order[int(n * held_out) :].sort().values
+    group = torch.arange(n) if groups is None else groups.unique(return_inverse=True)[1]
+    total = int(group.max()) + 1 if n else 0
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    counted = torch.isin(group, order[: int(total * held_out)])
+    return counted.nonzero().flatten(), (~counted).nonzero().flatten()
+
+
+def draw_mixture(rows: Tensor, known: Tensor, share: float, seed: int) -> Tensor:
+    """As many of the queries ``rows`` as possible, drawn so that ``share`` of them are unknown, ascending."""
+    own, other = rows[known[rows]], rows[~known[rows]]
+    if share == 0 or len(other) == 0:
+        return own
+    if len(own) == 0:
+        return other
+    generator = torch.Generator().manual_seed(seed)
+    unknown = min(len(other), round(len(own) * share / (1 - share)))
+    kept = min(len(own), round(len(other) * (1 - share) / share))
+    parts = [(own, kept), (other, unknown)]
+    chosen = [x[torch.randperm(len(x), generator=generator)[: max(1, size)]] for x, size in parts]
+    return torch.cat(chosen).sort().values
+
+
+def _is_better_than_chance(score: Tensor, wrong: Tensor, groups: Tensor, seed: int) -> bool:
+    """Whether a score ranks wrong answers above right ones, by the 95 % interval over resampled groups."""
+    if len(score) == 0 or not bool(wrong.any()) or bool(wrong.all()):
+        return False
+    span = interval(resampled_auroc(score, wrong, draw_classes(groups, rounds=_ROUNDS, seed=seed)))
+    return span is not None and span[0] > 0.5
+
+
+def _mean_of(mask: Tensor) -> float | None:
+    return float(mask.double().mean()) if len(mask) else None
 
 
 def _choose_novelty_score(model: ConfidenceModel, evidence: Evidence, known: Tensor) -> str:
@@ -339,17 +443,17 @@ def _percentiles(x: Tensor) -> tuple[float, ...]:
 # -------------------- records: dataclasses in checked JSON files --------------------
 
 
-def write_record(path: Path, record: object, *, kind: str, version: int) -> None:
-    """Write ``record``, made of dataclasses, tuples, dicts, numbers and strings, with its kind and a checksum."""
+def encode_record(record: object, *, kind: str, version: int) -> bytes:
+    """Encode ``record``, made of dataclasses, tuples, dicts, numbers and strings, with its kind and a checksum."""
     content = asdict(record)  # type: ignore[call-overload]
     whole = {"format": kind, "version": version, "checksum": _checksum(content), "content": content}
-    write_atomic(path, (json.dumps(whole, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    return (json.dumps(whole, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def read_record(path: Path, record: type[T], *, kind: str, version: int) -> T:
-    """Read a record; a damaged file, or one of another kind or version, is a ``ValueError``."""
+def decode_record(data: bytes, path: str, record: type[T], *, kind: str, version: int) -> T:
+    """Read a record; one that is damaged, or of another kind or version, is a ``ValueError`` that names ``path``."""
     try:
-        whole = json.loads(path.read_bytes())
+        whole = json.loads(data)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError(f"{path} is damaged, or not a {kind}: it is not JSON") from None
     if not isinstance(whole, dict) or whole.get("format") != kind:

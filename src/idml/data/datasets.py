@@ -75,6 +75,11 @@ class ImageSet:
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
 
+    @property
+    def checksums(self) -> set[str]:
+        """The first 16 digits of every image's checksum; reads all bytes."""
+        return {source.checksum[:16] for source in self.sources} - {""}
+
     @cached_property
     def version(self) -> str:
         """A short hash of the fingerprint and every image's stamp: the key of all caches made from the pixels."""

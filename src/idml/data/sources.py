@@ -28,6 +28,10 @@ class Source(Protocol):
     def stamp(self) -> str:
         """A text that changes when the image's bytes change: a cached copy with another stamp is out of date."""
 
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the image's bytes (of its pixels, if it has no file), empty if they cannot be read."""
+
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """Decode the image as RGB; if it cannot be read, a ``ValueError`` or ``FileNotFoundError`` names it."""
 
@@ -43,6 +47,11 @@ class FileSource:
     def stamp(self) -> str:
         """Size, and times of the last change."""
         return _stamp(self.root / self.name)
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the file."""
+        return _checksum(self.root / self.name)
 
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """Decode the image as RGB."""
@@ -62,6 +71,11 @@ class TarSource:
     def stamp(self) -> str:
         """Size of the archive, times of its last change, and the place in it."""
         return f"{_stamp(self.archive)}:{self.offset}:{self.size}"
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the member's bytes."""
+        return _checksum(self.archive, self.offset, self.size)
 
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """Decode the image as RGB."""
@@ -86,6 +100,11 @@ class ArraySource:
         """A hash of the pixels."""
         return hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8).hexdigest()
 
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the pixels."""
+        return hashlib.sha256(np.ascontiguousarray(self.pixels).data).hexdigest()
+
     def decode(self, *, min_side: int = MIN_SIDE) -> Image.Image:
         """Decode the image as RGB."""
         return Image.fromarray(self.pixels).convert("RGB")
@@ -97,6 +116,15 @@ def _stamp(path: Path) -> str:
     except OSError:
         return "absent"
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+
+
+def _checksum(path: Path, start: int = 0, size: int = -1) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(size)).hexdigest()
+    except OSError:
+        return ""
 
 
 # -------------------- folders and archives --------------------

@@ -34,6 +34,7 @@ from idml.model.heads import LinearHead, Slices, build_head
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
+LEARNED = "learned.json"  # beside the model file: the checksums of the images that the run learned from
 LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
 LOG_VARIANCE_RANGE = (-14.0, 4.0)
 HEADS = ("linear", "slices", "logits", "parts", "logit_parts", "shared", "relations", "composed")

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from idml.calibration.calibrate import compare_scores
 from idml.calibration.confidence import P_RIGHT
 from idml.calibration.open_set import OpenSetQueries, QueryPool, draw_unknown
 from idml.calibration.risk_control import ERROR_RATES, clopper_pearson
+from idml.calibration.score_comparison import compare_scores
 from idml.calibration.stored import Calibration
 from idml.data.augment import CLEAN
 from idml.data.datasets import Dataset

@@ -8,6 +8,11 @@ With a calibration, the rules are checked in this order:
                             if the first result is right, its class is in the collection
     unsure                  otherwise
 
+The reason of an answer is the one that decided: that the rate cannot be promised here comes before anything about the
+query. ‖u‖ is a reason only where the calibration found that it ranks wrong answers better than chance. Where promises
+are void (the gallery has changed, or more queries than calibrated are unknown), states are the same, and no answer is
+``promised``.
+
 Without a calibration nothing is promised and the rules are strict. A match needs k neighbours of one class, the first
 at a distance that half of the gallery's images exceed (in a gallery without labels: that 95 % of them exceed). A query
 that is farther than 99 % of them is not in the collection.
@@ -19,12 +24,13 @@ from enum import StrEnum
 from torch import Tensor
 
 from idml.calibration.evidence import Evidence, Profile
-from idml.calibration.risk_control import RiskGuarantee, check_rate, conformal_p
+from idml.calibration.risk_control import check_rate, conformal_p
 from idml.calibration.stored import Calibration
 
 _BLURRED = 0.9  # call a query blurred or ambiguous if its ‖u‖ exceeds this share of the calibration queries
-_TIED = 0.75  # call it a tie if its margin is smaller than in this share of the calibration queries …
-_DISAGREE = 0.4  # … or if this share of its neighbours has other classes
+_TIED = 0.95  # call it a tie if the first image is no nearer than this share of the other one's distance …
+_NEARLY_TIED, _DISAGREE = 0.8, 0.4  # … or than this share, if this share of the neighbours has other classes
+_MIXED = 0.5  # call the neighbours mixed if this share of them has other classes than the first one
 _USUAL, _COPY, _FAR = 0.5, 0.95, 0.01  # p-values among the gallery's own images, for answers without calibration
 
 
@@ -43,6 +49,8 @@ class Answer:
     state: State
     reason: str
     calibrated: bool
+    promised: bool = False
+    """Whether the requested error rate is promised: there is a calibration that applies, and it allows the rate."""
     probability: float | None = None
     """P(the first result is right); None without a calibration."""
     novelty: float | None = None
@@ -74,6 +82,7 @@ def answer_queries(
     targets: RiskTargets | None = None,
     *,
     profile: Profile | None = None,
+    void: str = "",
 ) -> list[Answer]:
     """Answer each query.
 
@@ -82,6 +91,7 @@ def answer_queries(
         calibration: for this model and this kind of gallery; without it, answers are marked as uncalibrated.
         targets: the limits to keep; the default allows 5 % wrong matches.
         profile: of the gallery; used only without a calibration.
+        void: why the promises of the calibration do not apply; empty if they do.
 
     >>> import torch
     >>> found = Evidence(*(torch.tensor([x]) for x in (0.1, 0.9, 0.9, 1.0, 0.0)))
@@ -107,38 +117,40 @@ def answer_queries(
             state, reason = State.MATCH, "clear match"
         elif is_absent:
             state, reason = State.NOVEL, "far from everything"
+        elif promise.threshold is None:
+            state, reason = State.UNSURE, promise.reason
         elif novelty <= targets.max_rejected:
             state, reason = State.UNSURE, "unlike most images of the collection, but the first result is likely right"
         else:
-            state, reason = State.UNSURE, doubt or _explain_low_probability(probability, promise)
-        answers.append(Answer(state, reason, True, probability, novelty, size))
+            needed = f"{100 * probability:.0f} % where {100 * promise.threshold:.0f} % is needed"
+            state, reason = State.UNSURE, doubt or f"not certain enough: {needed}"
+        answers.append(Answer(state, reason, True, promise.possible and not void, probability, novelty, size))
     return answers
 
 
 def _find_doubts(evidence: Evidence, calibration: Calibration) -> list[str]:
-    """Name for each query the most unusual of its scores; empty if none is unusual."""
-    level = calibration.position("level", evidence.level)
-    levels = calibration.percentiles["level"]
-    varies = levels[0] < levels[-1]  # without u, all levels are equal
-    margin, words = (
-        (evidence.gap, "two images tie") if not calibration.labelled else (evidence.margin, "two classes tie")
-    )
-    if margin is None:
+    """Name for each query what makes it doubtful; empty if nothing does."""
+    if calibration.labelled and evidence.margin is None:
         raise ValueError("the calibration is for galleries with labels, the evidence is from a gallery without labels")
-    tie = calibration.position("margin" if calibration.labelled else "gap", margin)
-    tied = tie >= _TIED
-    if calibration.labelled and evidence.disagreement is not None:
-        tied |= evidence.disagreement.cpu() >= _DISAGREE
+    level = calibration.position("level", evidence.level).tolist()
+    neighbours = _find_ties(evidence, calibration.labelled)
     return [
-        "blurred or ambiguous query" if varies and u >= _BLURRED and not (t and m > u) else words if t else ""
-        for u, m, t in zip(level.tolist(), tie.tolist(), tied.tolist(), strict=True)
+        words or ("blurred or ambiguous query" if calibration.level_speaks and position >= _BLURRED else "")
+        for words, position in zip(neighbours, level, strict=True)
     ]
 
 
-def _explain_low_probability(probability: float, promise: RiskGuarantee) -> str:
-    if promise.threshold is None:
-        return promise.reason
-    return f"not certain enough: {100 * probability:.0f} % where {100 * promise.threshold:.0f} % is needed"
+def _find_ties(evidence: Evidence, labelled: bool) -> list[str]:
+    """Say for each query whether two classes (or images) tie, or its neighbours are of many classes; else nothing."""
+    if not labelled or evidence.ratio is None or evidence.disagreement is None:
+        second = evidence.nearest - evidence.gap
+        tied = evidence.nearest >= _TIED * second
+        return ["two images tie" if t else "" for t in tied.tolist()]
+    out = []
+    for ratio, other in zip(evidence.ratio.tolist(), evidence.disagreement.tolist(), strict=True):
+        tied = other > 0 and (ratio >= _TIED or (ratio >= _NEARLY_TIED and other >= _DISAGREE))
+        out.append("two classes tie" if tied else "neighbours of several classes" if other >= _MIXED else "")
+    return out
 
 
 def _answer_uncalibrated(evidence: Evidence, profile: Profile | None) -> list[Answer]:
@@ -154,6 +166,5 @@ def _answer_one_uncalibrated(i: int, evidence: Evidence, p: Tensor | None) -> An
     if novelty is not None and (novelty >= _COPY or (agree and novelty >= _USUAL)):
         reason = "all neighbours agree" if agree else "nearly the same image"
         return Answer(State.MATCH, f"{reason} (uncalibrated)", False, novelty=novelty)
-    tied = evidence.disagreement is not None and float(evidence.disagreement[i]) >= _DISAGREE
-    reason = "two classes tie" if tied else "no calibration"
-    return Answer(State.UNSURE, f"{reason} (uncalibrated)", False, novelty=novelty)
+    doubt = _find_ties(evidence[[i]], True)[0] if evidence.labelled else ""
+    return Answer(State.UNSURE, f"{doubt or 'no calibration'} (uncalibrated)", False, novelty=novelty)

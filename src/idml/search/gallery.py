@@ -1,35 +1,35 @@
 """A gallery: images that can be searched, the model that embeds them, and calibrated answers to queries.
 
 An engine stores and searches the items, either in a folder or in Milvus (milvus://host:port/collection, or milvuss://
-for TLS). A gallery in a folder also holds its model and calibrations and knows where its image files are
-(`idml.search.gallery_folder`). A gallery in Milvus holds only the items, so its run is named each time it is opened.
+for TLS). A gallery in a folder also holds its model and knows where its image files are (`idml.search.gallery_folder`).
+A gallery in Milvus holds only the items, so its run is named each time it is opened. The calibration lies in the
+folder, or in the metadata of the collection: every client gives the same answers.
 """
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from PIL import Image
 
-from idml.calibration.evidence import Profile, sample_profile_rows
-from idml.calibration.risk_control import ERROR_RATES, RiskGuarantee
+from idml.calibration.evidence import SEARCHED, Profile, sample_profile_rows
+from idml.calibration.risk_control import ERROR_RATES, Drift, RiskGuarantee, notice_unknown
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
-from idml.model.model import fingerprint_of
+from idml.model.model import PRETRAINED, fingerprint_of
 from idml.search.answers import Answer, RiskTargets, State
 from idml.search.embedder import MANY, Embedder, Runtime, open_embedder
 from idml.search.engines import Added, Engine, Item, Properties
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.sqlite_storage import is_gallery
 from idml.search.gallery_folder import (
-    MODEL,
+    CALIBRATION,
     UPLOADS,
-    Calibrations,
     ImageRoots,
     copy_model,
     find_model,
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _SEARCH_ATTEMPTS = 5  # searches of a gallery that changes during the search
+_LATEST = 200  # queries whose answers show how many are unknown
 _PROFILE_STALE = 0.01  # recompute a profile after more than this share of the items changed
 
 Location = str | Path
@@ -117,8 +118,18 @@ class Status:
     calibrated: bool
     unknown_share: float | None
     """Share of unknown queries in the calibration; guarantees hold up to it. None if not calibrated."""
+    recognised: float | None
+    """Share of the calibration's unknown queries that were answered *not in the collection*; None if not known."""
+    rejected: float | None
+    """The same share of its known queries."""
     drift: str
-    """How the gallery changed since calibration; empty if it changed little, or if nothing is known about it."""
+    """Why nothing is guaranteed any more although there is a calibration; empty if the guarantees apply."""
+    growth: str
+    """A small change of size since calibration that the guarantees cover; empty if there is none."""
+    level_speaks: bool
+    """Whether ‖u‖ ranks wrong answers better than chance here."""
+    queries: str
+    """What the queries of the calibration were, in words; empty if not calibrated."""
     writable: bool
 
 
@@ -130,14 +141,16 @@ class Gallery:
     """
 
     def __init__(
-        self, location: Location, engine: Engine, embedder: Embedder, calibrations: Calibrations, *, writable: bool
+        self, location: Location, engine: Engine, embedder: Embedder, calibration: Calibration | None, *, writable: bool
     ) -> None:
         self.location, self.engine, self.embedder, self.writable = str(location), engine, embedder, writable
         self.roots = None if is_milvus(location) else ImageRoots(Path(location))
         self.write_lock = threading.RLock()  # held during changes; hold it to keep the gallery unchanged
         self._statistics = _Statistics(engine, self.write_lock)
-        self._calibrations = calibrations
-        self._drift: tuple[Calibration, Profile, str] | None = None
+        self._calibration = calibration
+        self._stored = None if calibration is None else calibration.encode()
+        self._drift: tuple[Calibration, Profile, Drift] | None = None
+        self._rejected: deque[bool] = deque(maxlen=_LATEST)  # which of the latest queries were not in the collection
 
     @classmethod
     def create(cls, location: Location, run: Location, *, runtime: Runtime = "auto") -> "Gallery":
@@ -145,18 +158,16 @@ class Gallery:
 
         Args:
             location: a new folder, or milvus://host:port/collection.
-            run: a run folder, a model file, or ``pretrained``. A gallery in a folder copies the model and its
-                calibrations.
+            run: a run folder, a model file, or ``pretrained``. A gallery in a folder copies the model.
             runtime: the library that runs the model, as in `open_embedder`.
         """
         if gallery_exists(location):
             raise ValueError(f"there is already a gallery at {location}")
         embedder = open_embedder(run, runtime=runtime, images=MANY)
-        calibrations = Calibrations.load(run, embedder.fingerprint)
         if not is_milvus(location):
             copy_model(run, Path(location))  # first: a kill then leaves no gallery, not one without a model
         properties = Properties(embedder.fingerprint, embedder.dimensions, embedder.uncertainty)
-        return cls(location, create_engine(location, properties), embedder, calibrations, writable=True)
+        return cls(location, create_engine(location, properties), embedder, None, writable=True)
 
     @classmethod
     def open(
@@ -167,16 +178,18 @@ class Gallery:
         write: bool = False,
         runtime: Runtime = "auto",
         images: int = 0,
+        calibrated: bool = True,
     ) -> "Gallery":
         """Open an existing gallery.
 
         Args:
             location: a folder, or milvus://host:port/collection.
-            run: the run that the gallery was made with; required in Milvus. For a folder, the calibrations of the run
-                are used, and with ``write`` they and the exported model are copied into the gallery.
+            run: the run that the gallery was made with; required in Milvus. For a folder, with ``write`` the exported
+                model of the run is copied into the gallery.
             write: open for writing.
             runtime: the library that runs the model, as in `open_embedder`.
             images: about how many images will be embedded, as in `open_embedder`.
+            calibrated: read the calibration; one that is damaged or of another model is an error.
         """
         if is_milvus(location) and run is None:
             raise ValueError(f"{location} contains no model; name the run that it was made with")
@@ -186,13 +199,10 @@ class Gallery:
             embedder = open_embedder(source, runtime=runtime, images=images)
             if embedder.fingerprint != engine.properties.model:
                 raise ValueError(f"the model in {location} is not the model that the gallery was made with")
-            calibrations = Calibrations.load(source, embedder.fingerprint)
-            if run is not None and not is_milvus(location):
-                if write:
-                    update_model_files(run, Path(location))
-                own = Calibrations.load(Path(location) / MODEL, embedder.fingerprint)
-                calibrations = calibrations.with_fallback(own)
-            return cls(location, engine, embedder, calibrations, writable=write)
+            if run is not None and write and not is_milvus(location):
+                update_model_files(run, Path(location))
+            calibration = read_calibration(location, engine) if calibrated else None
+            return cls(location, engine, embedder, calibration, writable=write)
         except BaseException:
             engine.close()
             raise
@@ -239,7 +249,8 @@ class Gallery:
                 return [Reply(empty, (), level, False, ()) for level in queries.level.tolist()]
             try:
                 context = self._answer_context()
-                return build_replies(self.engine, queries, k, targets or RiskTargets(), context, without=without)
+                replies = build_replies(self.engine, queries, k, targets or RiskTargets(), context, without=without)
+                return replies if without is not None else self._notice_unknown(replies, context)
             except GalleryChanged:
                 self._statistics.reset()  # after the end of a change by this process; another may have made one too
         raise OSError(f"the gallery {self.location} changes too fast to be searched; try again")
@@ -254,21 +265,53 @@ class Gallery:
                 f"{unlabelled} of {counts.items} images have no label: answered as a collection without labels"
             )
         if calibration is None:
-            kind = "without" if unlabelled else "with"
-            notes.append(f"not calibrated for collections {kind} labels: nothing is promised (see idml calibrate)")
-        if line := self._drift_note(calibration):
-            notes.append(line)
+            notes.append(f"{self._uncalibrated()}: nothing is promised (see idml calibrate)")
+        void, growth = self._describe_drift(calibration)
+        notes += [line for line in (void, growth) if line]
         labelled = unlabelled == 0 if calibration is None else calibration.labelled
-        return AnswerContext(labelled, calibration, self._statistics.profile, tuple(notes))
+        return AnswerContext(labelled, calibration, self._statistics.profile, tuple(notes), void)
+
+    def _notice_unknown(self, replies: list[Reply], context: AnswerContext) -> list[Reply]:
+        """Add a note if clearly more of the latest queries are unknown than in the calibration."""
+        found = context.calibration
+        if found is None or found.recognised is None or found.rejected is None:
+            return replies
+        self._rejected.extend(reply.answer.state is State.NOVEL for reply in replies)
+        latest = list(self._rejected)
+        rates = {"recognised": found.recognised, "rejected": found.rejected, "share": found.unknown}
+        share = notice_unknown(sum(latest), len(latest), **rates)
+        if share is None:
+            return replies
+        note = (
+            f"about {share:.0%} of the latest {len(latest)} queries seem to show nothing of the collection, and the "
+            f"calibration is for {found.unknown:.0%} or fewer: nothing is promised (see idml calibrate --unknown)"
+        )
+        return [
+            replace(reply, answer=replace(reply.answer, promised=False), notes=(*reply.notes, note))
+            for reply in replies
+        ]
 
     # ---- calibration and status ----
 
     @property
     def calibration(self) -> Calibration | None:
-        """The calibration that applies: with labels if every item has one, otherwise without; None if missing."""
-        counts = self._statistics.counts
-        all_labelled = counts.items == counts.labelled
-        return self._calibrations.labelled if all_labelled else self._calibrations.unlabelled
+        """The calibration that applies; None if there is none, or if it was made before labels came or went."""
+        counts, found = self._statistics.counts, self._calibration
+        return found if found is not None and found.labelled == (counts.items == counts.labelled) else None
+
+    def _uncalibrated(self) -> str:
+        if self._calibration is None:
+            return "not calibrated"
+        return f"calibrated when its images had {'' if self._calibration.labelled else 'no '}labels"
+
+    def store_calibration(self, calibration: Calibration) -> None:
+        """Store a calibration with the gallery and answer by it from now on."""
+        if calibration.model != self.embedder.fingerprint:
+            raise ValueError(f"the calibration belongs to another model ({calibration.model!r}): calibrate again")
+        write_calibration(self.location, self.engine, calibration)
+        with self.write_lock:
+            self._calibration, self._stored = calibration, calibration.encode()
+            self._rejected.clear()
 
     @property
     def name(self) -> str:
@@ -282,22 +325,33 @@ class Gallery:
 
     def status(self) -> Status:
         """Summarise the gallery."""
-        counts, calibration = self._statistics.counts, self.calibration
-        model, drift = self.embedder.fingerprint, self._drift_note(calibration)
-        unknown = None if calibration is None else calibration.unknown
-        return Status(*counts, model, calibration is not None, unknown, drift, self.writable)
+        found = self.calibration
+        void, growth = self._describe_drift(found)
+        return Status(
+            *self._statistics.counts,
+            model=self.embedder.fingerprint,
+            calibrated=found is not None,
+            unknown_share=None if found is None else found.unknown,
+            recognised=None if found is None else found.recognised,
+            rejected=None if found is None else found.rejected,
+            drift=void,
+            growth=growth,
+            level_speaks=found is not None and found.level_speaks,
+            queries="" if found is None else found.queries,
+            writable=self.writable,
+        )
 
-    def _drift_note(self, calibration: Calibration | None) -> str:
-        """Describe in one line how the gallery changed since calibration; empty if it did not."""
+    def _describe_drift(self, calibration: Calibration | None) -> tuple[str, str]:
+        """Why the promises are void, and a small growth that they cover; each empty if there is none."""
         profile = self._statistics.profile
         if calibration is None or calibration.profile is None or profile is None:
-            return ""
+            return "", ""
         cached = self._drift
         if cached is None or cached[0] is not calibration or cached[1] is not profile:
-            drift = calibration.drift(profile)
-            line = f"the gallery has changed since calibration: {drift.reason}" if drift.changed else ""
-            self._drift = cached = (calibration, profile, line)
-        return cached[2]
+            self._drift = cached = (calibration, profile, calibration.drift(profile))
+        drift = cached[2]
+        void = f"{drift.reason}: nothing is promised until you calibrate again (idml calibrate)"
+        return (void, "") if drift.changed else ("", drift.reason)
 
     # ---- changes ----
 
@@ -388,6 +442,10 @@ class Gallery:
             newer = self.engine.refresh()
             if newer:
                 self._statistics.reset()
+            now = stored_calibration(self.location, self.engine)[1]
+            if now != self._stored:
+                self._calibration, self._stored, newer = read_calibration(self.location, self.engine), now, True
+                self._rejected.clear()
             return newer
 
     def close(self) -> None:
@@ -406,11 +464,41 @@ class Gallery:
         self.close()
 
 
-def open_or_create(location: Location, run: Location, *, runtime: Runtime = "auto") -> Gallery:
-    """Open the gallery for writing with the model of ``run``; create it if it does not exist."""
+def open_or_create(location: Location, run: Location | None = None, *, runtime: Runtime = "auto") -> Gallery:
+    """Open the gallery for writing, or create it with the model of ``run`` (by default the pretrained trunk)."""
     if gallery_exists(location):
         return Gallery.open(location, run=run, write=True, runtime=runtime, images=MANY)
-    return Gallery.create(location, run, runtime=runtime)
+    return Gallery.create(location, PRETRAINED if run is None else run, runtime=runtime)
+
+
+# -------------------- calibrations --------------------
+
+
+def stored_calibration(location: Location, engine: Engine) -> tuple[str, bytes | None]:
+    """Where the calibration of a gallery lies, and its bytes; None if there is none."""
+    if is_milvus(location):
+        return f"the calibration in {location}", engine.read_metadata("calibration")
+    path = Path(location) / CALIBRATION
+    return str(path), path.read_bytes() if path.exists() else None
+
+
+def read_calibration(location: Location, engine: Engine) -> Calibration | None:
+    """Read the calibration of a gallery; None if there is none. One of another model or search is an error."""
+    place, data = stored_calibration(location, engine)
+    if data is None:
+        return None
+    found = Calibration.decode(data, place, model=engine.properties.model)
+    if found.searched != SEARCHED:
+        raise ValueError(f"{place} was made for {found.searched!r}, a gallery needs {SEARCHED!r}: calibrate again")
+    return found
+
+
+def write_calibration(location: Location, engine: Engine, calibration: Calibration) -> None:
+    """Store the calibration of a gallery durably."""
+    if is_milvus(location):
+        engine.write_metadata("calibration", calibration.encode())
+    else:
+        calibration.save(Path(location) / CALIBRATION)
 
 
 # -------------------- counts and profile --------------------

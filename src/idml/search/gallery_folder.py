@@ -1,12 +1,13 @@
-"""The files of a gallery in a folder, apart from its database: model, calibrations and image files.
+"""The files of a gallery in a folder, apart from its database: model and image files.
 
 The gallery holds copies of what it needs from the run, so the run is not needed later:
 
     GALLERY/model/model.safetensors                  the model; for the pretrained trunk instead …
     GALLERY/model/pretrained                         … a file with the name of the trunk
     GALLERY/model/model.onnx                         the exported model, if the run has one
-    GALLERY/model/calibration.json                   for galleries with labels, if the run has one
-    GALLERY/model/calibration-unlabelled.json        for galleries without labels, if the run has one
+    GALLERY/model/config.yaml, learned.json          the options of the run and which images it learned from
+    GALLERY/calibration.json, calibration.html       what `idml calibrate` stores
+    GALLERY/feedback.json                            what people said about answers
     GALLERY/uploads/                                 uploaded images, named by their ids
     GALLERY/roots.json                               {name: folder}, the indexed folders; they stay where they are;
                                                      with a checksum
@@ -18,59 +19,22 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-from idml.calibration.evidence import SEARCHED
-from idml.calibration.stored import Calibration
 from idml.files import lock_file, sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
-from idml.model.model import FILE, PRETRAINED
+from idml.model.model import FILE, LEARNED, PRETRAINED
 from idml.model.onnx import ONNX
 from idml.search.uploads import EXTENSIONS
 
 MODEL = "model"
-LABELLED, UNLABELLED = "calibration.json", "calibration-unlabelled.json"
+CALIBRATION, REPORT, FEEDBACK = "calibration.json", "calibration.html", "feedback.json"
 UPLOADS, ROOTS = "uploads", "roots.json"
-_OPTIONAL_FILES = (LABELLED, UNLABELLED, ONNX)
+_OPTIONAL_FILES = (ONNX, "config.yaml", LEARNED)
 _UPLOAD_ID = re.compile("[0-9a-f]{32}")
 
 
-# -------------------- model and calibrations --------------------
-
-
-@dataclass(frozen=True)
-class Calibrations:
-    """The calibrations of a model for galleries with and without labels; None where one is missing."""
-
-    labelled: Calibration | None = None
-    unlabelled: Calibration | None = None
-
-    @classmethod
-    def load(cls, run: str | Path, model: str) -> "Calibrations":
-        """Load the calibrations beside the model of ``run``; one of another model or kind is an error."""
-        if str(run) == PRETRAINED:
-            return cls()
-        folder = run_folder(run)
-        return cls(
-            _load_calibration(folder / LABELLED, model, True), _load_calibration(folder / UNLABELLED, model, False)
-        )
-
-    def with_fallback(self, other: "Calibrations") -> "Calibrations":
-        """Return these calibrations, with those of ``other`` where one is missing."""
-        return Calibrations(self.labelled or other.labelled, self.unlabelled or other.unlabelled)
-
-
-def _load_calibration(path: Path, model: str, labelled: bool) -> Calibration | None:
-    if not path.exists():
-        return None
-    calibration = Calibration.load(path, model=model)
-    if calibration.labelled != labelled:
-        kind = "with" if calibration.labelled else "without"
-        raise ValueError(f"{path} is for galleries {kind} labels: calibrate again")
-    if calibration.searched != SEARCHED:
-        raise ValueError(f"{path} was made for {calibration.searched!r}, a gallery needs {SEARCHED!r}: calibrate again")
-    return calibration
+# -------------------- model --------------------
 
 
 def run_folder(run: str | Path) -> Path:
@@ -79,7 +43,7 @@ def run_folder(run: str | Path) -> Path:
 
 
 def copy_model(run: str | Path, folder: Path) -> None:
-    """Copy the model of a run, its export and its calibrations into the folder of a new gallery."""
+    """Copy the model of a run, its export, its options and what it learned from into the folder of a new gallery."""
     path = Path(run)
     if str(run) == PRETRAINED:
         content = {PRETRAINED: f"{PACKAGED}\n".encode()}
@@ -94,7 +58,7 @@ def copy_model(run: str | Path, folder: Path) -> None:
 
 
 def update_model_files(run: str | Path, folder: Path) -> None:
-    """Copy the calibrations and the exported model of a run into an existing gallery; keep those the run lacks."""
+    """Copy the files beside the model of a run into an existing gallery; keep those the run lacks."""
     for name, data in _read_optional_files(run).items():
         write_atomic(folder / MODEL / name, data)
 

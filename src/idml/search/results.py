@@ -66,12 +66,16 @@ class FoundItem(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerContext:
-    """What all answers of a gallery depend on: whether it has labels, its calibration, its profile and notes."""
+    """What all answers of a gallery depend on: whether it has labels, its calibration, its profile and notes.
+
+    ``void`` says why the promises of the calibration do not apply; it is empty if they do.
+    """
 
     labelled: bool
     calibration: Calibration | None
     profile: Profile | None
     notes: tuple[str, ...]
+    void: str = ""
 
 
 def build_replies(
@@ -94,7 +98,7 @@ def build_replies(
     _fetch_items(engine, found, items)
     calibration = context.calibration
     evidence = _build_evidence(queries, found, items, context.labelled)
-    answers = answer_queries(evidence, calibration, targets, profile=context.profile)
+    answers = answer_queries(evidence, calibration, targets, profile=context.profile, void=context.void)
     notes = context.notes
     if calibration is not None and targets.max_missed is not None:
         why = calibration.find_set_guarantee(targets.max_missed, targets.confidence).reason

@@ -20,7 +20,7 @@ from idml.search.engines import Item
 from idml.search.gallery import Gallery
 from idml.server.limits import Limits
 from idml.server.metrics import CONTENT_TYPE, Metrics
-from idml.server.responses import ApiError, JsonResponse, OpenFileResponse, PageFiles, image_headers, json_text
+from idml.server.responses import ApiError, JsonResponse, PageFiles, image_headers, json_text
 from idml.server.schemas import (
     AddedItem,
     Error,
@@ -29,13 +29,15 @@ from idml.server.schemas import (
     Health,
     ItemInfo,
     ItemPage,
+    Judgement,
+    Judgements,
     LabelPage,
     MapProgress,
     SearchAnswer,
 )
 from idml.server.security import Keys, RequestGuard, Role, required_role
 from idml.server.service import Order, Service
-from idml.server.uploads import LABEL_PATTERN, MAX_LABEL, clean_label, open_image_file, read_form, read_header
+from idml.server.uploads import LABEL_PATTERN, MAX_LABEL, clean_label, read_clean_image, read_form, read_header
 from idml.version import __version__
 
 _MAX_LABEL_BODY = 5000  # bytes
@@ -71,6 +73,7 @@ def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[
     _add_page_routes(app, service, metrics)
     _add_read_routes(app, service)
     _add_search_routes(app, service)
+    _add_feedback_routes(app, service)
     _add_change_routes(app, service)
     _describe_keys(app, keys)
     return app
@@ -158,14 +161,15 @@ def _add_read_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/items/{id}/image", **_reading(404), response_class=Response)
     async def image(id: str) -> Response:
-        """Get the image file of an item, unchanged."""
+        """Get the picture of an item, upright and without metadata such as the place where it was taken."""
 
         def open_image(item: Item) -> Response:
             path = service.gallery.image_file(item.id)
             if path is None:
                 raise ApiError(404, "this item has no file")
-            file, size, header = open_image_file(path)
-            return OpenFileResponse(file, size, image_headers(header.media_type, header.file_name(item.id)))
+            content = read_clean_image(path)
+            header = read_header(io.BytesIO(content))
+            return Response(content, headers=image_headers(header.media_type, header.file_name(item.id)))
 
         return await service.read_item(id, open_image)
 
@@ -206,6 +210,45 @@ def _add_search_routes(app: FastAPI, service: Service) -> None:
         started = perf_counter()
         reply = await service.search_item(id, k, RiskTargets(max_error=max_error))
         return _json(SearchAnswer.of(reply, perf_counter() - started))
+
+
+def _add_feedback_routes(app: FastAPI, service: Service) -> None:
+    form = _form("image", "verdict", "label")
+
+    @app.post(
+        "/api/feedback",
+        status_code=201,
+        response_model=Judgement,
+        **_reading(403, 408, 413, 415, 507),
+        openapi_extra=form,
+    )
+    async def judge(request: Request) -> Response:
+        """Keep a judgement about the first result for an image: it is a query of the next calibration.
+
+        ``verdict`` is *right* or *wrong*; with *wrong*, ``label`` may say what it shows. The picture is not kept.
+        """
+        service.check_writable()
+        fields = await read_form(request, ("image", "verdict", "label"))
+        verdict = fields.get("verdict", b"")
+        if verdict not in (b"right", b"wrong"):
+            raise ApiError(422, "verdict: must be right or wrong")
+        try:
+            label = fields.get("label", b"").decode()
+        except UnicodeDecodeError:
+            raise ApiError(422, "the label is not UTF-8") from None
+        kept = await service.judge(fields["image"], verdict == b"right", clean_label(label))
+        return _json(Judgement.of(kept), 201)
+
+    @app.get("/api/feedback", response_model=Judgements, **_reading())
+    async def judgements() -> Response:
+        """List what people said about answers."""
+        return _json(Judgements(feedback=[Judgement.of(one) for one in await service.read(service.judgements)]))
+
+    @app.delete("/api/feedback/{id}", status_code=204, **_reading(403, 404, 507))
+    async def forget(id: str) -> Response:
+        """Delete a judgement."""
+        await service.forget(id)
+        return Response(status_code=204)
 
 
 def _add_change_routes(app: FastAPI, service: Service) -> None:
@@ -319,7 +362,11 @@ def _body(kind: str, required: str, **properties: object) -> dict[str, Any]:
 
 
 def _form(*fields: str) -> dict[str, Any]:
-    kinds = {"image": {"type": "string", "format": "binary"}, "label": {"type": "string", **_LABEL_TEXT}}
+    kinds = {
+        "image": {"type": "string", "format": "binary"},
+        "label": {"type": "string", **_LABEL_TEXT},
+        "verdict": {"type": "string", "enum": ["right", "wrong"]},
+    }
     return _body("multipart/form-data", "image", **{name: kinds[name] for name in fields})
 
 

@@ -4,10 +4,8 @@ import asyncio
 import json
 import math
 from pathlib import Path
-from typing import BinaryIO
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 PAGE_FOLDER = Path(__file__).parent / "static"
 _MEDIA_TYPES = {
@@ -105,24 +103,3 @@ def image_headers(media_type: str, file_name: str) -> dict[str, str]:
         "cache-control": "private, max-age=60",
         "vary": "x-api-key, authorization",
     }
-
-
-class OpenFileResponse(Response):
-    """An open file, sent in chunks and closed at the end."""
-
-    def __init__(self, file: BinaryIO, size: int, headers: dict[str, str]) -> None:
-        super().__init__(headers={**headers, "content-length": str(size)})
-        self._file, self._left = file, size
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file."""
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while self._left:
-                chunk = await asyncio.to_thread(self._file.read, min(_CHUNK, self._left))
-                if not chunk:
-                    raise OSError("an image file became shorter while it was sent")
-                self._left -= len(chunk)
-                await send({"type": "http.response.body", "body": chunk, "more_body": self._left > 0})
-        finally:
-            self._file.close()

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 
 from idml.calibration.risk_control import RiskGuarantee
 from idml.search.engines import Item
+from idml.search.feedback import Feedback
 from idml.search.gallery import Gallery
 from idml.search.results import Reply, Result
 from idml.search.tsne_map import Point
@@ -33,6 +34,7 @@ class Guarantee(BaseModel):
     possible: bool
     threshold: float | None
     coverage: float | None
+    approximate: bool
     reason: str
 
     @classmethod
@@ -44,6 +46,7 @@ class Guarantee(BaseModel):
             possible=guarantee.possible,
             threshold=json_number(guarantee.threshold),
             coverage=json_number(guarantee.coverage),
+            approximate=guarantee.approximate,
             reason=guarantee.reason,
         )
 
@@ -52,9 +55,10 @@ class GalleryInfo(BaseModel):
     """The gallery and its name. Guarantees hold if at most ``unknown_share`` of the queries have no right answer in it.
 
     Of the calibration's unknown queries, the share ``recognised`` was answered *not in the collection*, and of its
-    known ones the share ``rejected``; null if that is not known. ``level_speaks`` says whether the uncertainty ‖u‖ was
-    found to be better than chance in this gallery. ``writable`` says whether the sender of the request may change the
-    gallery.
+    known ones the share ``rejected``; null if that is not known. ``level_speaks``: ‖u‖ ranks wrong answers better than
+    chance here. ``drift`` says why nothing is guaranteed any more although there is a calibration, ``growth`` describes
+    a small change of size that guarantees cover; both are empty otherwise. ``queries``: what the queries of the
+    calibration were. ``writable`` says whether the sender of the request may change the gallery.
     """
 
     name: str
@@ -68,6 +72,8 @@ class GalleryInfo(BaseModel):
     rejected: float | None
     level_speaks: bool
     drift: str
+    growth: str
+    queries: str
     writable: bool
     promises: list[Guarantee]
 
@@ -83,10 +89,12 @@ class GalleryInfo(BaseModel):
             model=status.model,
             calibrated=status.calibrated,
             unknown_share=json_number(status.unknown_share),
-            recognised=json_number(getattr(gallery.calibration, "recognised", None)),
-            rejected=json_number(getattr(gallery.calibration, "rejected", None)),
-            level_speaks=bool(getattr(gallery.calibration, "level_speaks", False)),
+            recognised=json_number(status.recognised),
+            rejected=json_number(status.rejected),
             drift=status.drift,
+            growth=status.growth,
+            level_speaks=status.level_speaks,
+            queries=json_text(status.queries),
             writable=status.writable,
             promises=[Guarantee.of(guarantee) for guarantee in gallery.guarantees()],
         )
@@ -129,6 +137,7 @@ class SearchAnswer(BaseModel):
     probability: float | None
     novelty: float | None
     calibrated: bool
+    promised: bool
     level: float | None
     set_size: int | None
     results: list[FoundItem]
@@ -145,12 +154,35 @@ class SearchAnswer(BaseModel):
             probability=json_number(answer.probability),
             novelty=json_number(answer.novelty),
             calibrated=reply.calibrated,
+            promised=answer.promised,
             level=json_number(reply.level),
             set_size=answer.results,
             results=[FoundItem.of(result) for result in reply.results],
             notes=[json_text(note) for note in reply.notes],
             took_ms=round(1000 * seconds, 1),
         )
+
+
+class Judgement(BaseModel):
+    """What somebody said about the first result of a query: it was right or wrong; ``label`` is the right one."""
+
+    id: str
+    query: str
+    right: bool
+    found: str | None
+    label: str | None
+
+    @classmethod
+    def of(cls, kept: Feedback) -> "Judgement":
+        """Convert a judgement of the gallery."""
+        found, label = (None if text is None else json_text(text) for text in (kept.found, kept.label))
+        return cls(id=kept.id, query=json_text(kept.query), right=kept.right, found=found, label=label)
+
+
+class Judgements(BaseModel):
+    """All judgements, the oldest first."""
+
+    feedback: list[Judgement]
 
 
 class ItemInfo(BaseModel):

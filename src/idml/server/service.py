@@ -24,6 +24,7 @@ from PIL.Image import Image
 from idml.search import tsne_map
 from idml.search.answers import RiskTargets
 from idml.search.engines import Item
+from idml.search.feedback import Feedback, add_feedback, delete_feedback, read_feedback
 from idml.search.gallery import Gallery
 from idml.search.results import Reply
 from idml.search.uploads import Upload
@@ -113,6 +114,45 @@ class Service:
                 upload = Upload(data, label, "upload", decoded)
                 added = await self._run(self._worker, self._change_gallery, lambda: self.gallery.add([upload]))
         return upload.id, added.new == 1
+
+    async def judge(self, data: bytes, right: bool, label: str | None) -> Feedback:
+        """Keep a judgement about the first result for an uploaded image."""
+        self.check_writable()
+        gallery = self.gallery
+
+        def keep(image: Image) -> Feedback:
+            query = gallery.embedder.embed([image])
+            results = gallery.search_embeddings(query, 1)[0].results
+            found = results[0].label if results else None
+            try:
+                return add_feedback(
+                    gallery.location,
+                    gallery.engine.properties,
+                    query,
+                    query="upload",
+                    right=right,
+                    found=found,
+                    label=label,
+                )
+            except ValueError as error:
+                raise ApiError(422, str(error)) from None
+
+        with self._queue_slot():
+            async with self._decoders.decode(data) as decoded:
+                return await self._run(self._worker, self._change_gallery, lambda: keep(decoded.image))
+
+    def judgements(self) -> list[Feedback]:
+        """Read the judgements; call it in a thread."""
+        return read_feedback(self.gallery.location, self.gallery.engine.properties)
+
+    async def forget(self, id: str) -> None:
+        """Delete a judgement."""
+
+        def delete() -> None:
+            if not delete_feedback(self.gallery.location, self.gallery.engine.properties, [id]):
+                raise ApiError(404, "there is no such judgement")
+
+        await self._change(delete)
 
     async def relabel(self, id: str, label: str | None) -> None:
         """Change the label of an item; None removes it."""

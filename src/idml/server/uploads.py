@@ -16,11 +16,13 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from idml.data.images import FORMATS, MAX_PIXELS
+from idml.data.metadata import remove_metadata
 from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
 
 MAX_LABEL = 200  # characters
 LABEL_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # no control characters: one line
+_MAX_SERVED = 64_000_000  # bytes of a file that is served
 _MAX_FIELD = 2000  # bytes of a form field other than the image
 
 
@@ -88,6 +90,19 @@ def open_image_file(path: Path) -> ImageFile:
     except BaseException:
         file.close()
         raise
+
+
+def read_clean_image(path: Path) -> bytes:
+    """Read the image file of an item without its metadata, upright."""
+    file, size, _ = open_image_file(path)
+    with file:
+        if size > _MAX_SERVED:
+            raise ApiError(413, f"the file of this item is larger than {_MAX_SERVED:,} bytes")
+        data = file.read(_MAX_SERVED)
+    try:
+        return remove_metadata(data)
+    except ValueError:
+        raise ApiError(404, "the file of this item is not an image that can be read") from None
 
 
 # -------------------- forms --------------------

@@ -26,6 +26,7 @@ from idml.evaluation import evaluate_retrieval
 from idml.files import write_atomic
 from idml.model import Model, load_model, save_model
 from idml.model.feature_cache import embed_view
+from idml.model.model import LEARNED
 from idml.progress import Count, Note, Progress, image_counter, silent
 from idml.training.batches import FrozenImages, FrozenStream, Stream, explain_killed_workers
 from idml.training.build import (
@@ -251,10 +252,17 @@ def train(
                 "last": selected if same else judge.measure(model, test, gallery),
             }
         save_model(best, run)
+        write_learned(run, seen, config)
         if pages:
             write_report(run, config, metrics, test, embeddings.level)
         write_atomic(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
         return metrics
+
+
+def write_learned(run: Path, seen: ImageSet, config: TrainConfig) -> None:
+    """Write which images the run has learned from, by the checksums of their bytes, and whether its trunk learned."""
+    content = {"trunk": "frozen" if config.train == "heads" else "trained", "images": sorted(seen.checksums)}
+    write_atomic(run / LEARNED, (json.dumps(content) + "\n").encode())
 
 
 class Judge:

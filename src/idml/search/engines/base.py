@@ -165,6 +165,14 @@ class Engine(Protocol):
         """The k nearest items of every query: by the distance of unit vectors, or by the metric."""
         ...
 
+    def read_metadata(self, name: str) -> bytes | None:
+        """A text that was stored beside the items, None if there is none; only for engines without a folder."""
+        ...
+
+    def write_metadata(self, name: str, data: bytes) -> None:
+        """Store a text beside the items durably; it replaces an earlier one of the name."""
+        ...
+
     def verify(self) -> list[Problem]:
         """Read everything and compare checksums. The list is empty if all is intact."""
         ...

@@ -3,10 +3,12 @@
 `milvus_search` searches it; `milvus_schema` says what a row holds.
 """
 
+import base64
 import json
 import math
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +26,7 @@ from idml.search.engines import milvus_schema
 from idml.search.engines.base import (
     FLOAT,
     Added,
+    DamagedGallery,
     Engine,
     Found,
     Item,
@@ -59,6 +62,8 @@ from idml.search.engines.milvus_search import MilvusSearch, largest_level
 
 _DIMENSIONS = range(2, 32769)
 _UNCERTAINTY = LONGEST // 4 * 3 // 4  # numbers that fit into a text
+_METADATA = "idml."  # before the names of what is stored in the properties of a collection
+_LONGEST_METADATA = 1 << 20  # Milvus keeps its properties in etcd, which takes 1.5 MB in a request
 _POLL = 0.2  # seconds between two looks at a compaction
 _KEYS = 1000  # keys named in one request
 _SKEW = 5 * 10**9  # nanoseconds that clocks of different machines may be apart
@@ -261,6 +266,24 @@ class MilvusEngine(Engine):
         found = search.top(k)
         self._found = state, search.items
         return found
+
+    def read_metadata(self, name: str) -> bytes | None:
+        """A text that was stored with the collection; None if there is none."""
+        text = self._opened().do("describe_collection").get("properties", {}).get(f"{_METADATA}{name}")
+        if text is None:
+            return None
+        try:
+            return zlib.decompress(base64.b64decode(text, validate=True))
+        except (ValueError, zlib.error):
+            raise DamagedGallery(f"the {name} in the metadata of {self.place} is damaged") from None
+
+    def write_metadata(self, name: str, data: bytes) -> None:
+        """Store a text in the collection's properties, compressed; every client reads it from there."""
+        text = base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+        if len(text) > _LONGEST_METADATA:
+            raise ValueError(f"the {name} has {len(text):,} characters; Milvus keeps {_LONGEST_METADATA:,} of them")
+        with self._mutex:
+            self._opened().do("alter_collection_properties", properties={f"{_METADATA}{name}": text})
 
     def verify(self) -> list[Problem]:
         """Read everything again and compare checksums, dimensions and counts; empty if all is sound."""

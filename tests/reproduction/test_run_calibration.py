@@ -12,12 +12,11 @@ import torch
 from PIL import Image
 
 from idml import Embeddings
-from idml.calibration import open_set as room
-from idml.calibration.calibrate import FILES, calibrate_run, compare_scores
 from idml.calibration.evidence import Profile, build_evidence
-from idml.calibration.open_set import QueryPool, draw_unknown, load_unseen
+from idml.calibration.open_set import QueryPool, draw_unknown
 from idml.calibration.report import build_page
 from idml.calibration.risk_control import ERROR_RATES, upper_bound
+from idml.calibration.score_comparison import compare_scores
 from idml.calibration.stored import Calibration, split_queries
 from idml.data.augment import View
 from idml.data.datasets import Dataset, hold_out, load_dataset
@@ -25,6 +24,8 @@ from idml.data.pixel_cache import load_pixels
 from idml.data.sampling import random_stream
 from idml.evaluation import nearest
 from idml.model import fingerprint, load_model, save_model
+from idml.reproduction import run_calibration as room
+from idml.reproduction.run_calibration import FILES, calibrate_run, load_unseen
 from idml.training.config import from_dict
 from idml.training.loop import train
 
@@ -163,7 +164,7 @@ def test_the_report_holds_every_score(result):
             assert re.search(rf"<td[^>]*>{re.escape(name)}</td>", text)
     for words in ("What is promised, and what is not", "with labels", "without labels", "Expected calibration error"):
         assert words in text
-    assert f"about {result['unknown_share']:.0%} of them or fewer are of classes that are not in the gallery" in text
+    assert f"about {result['unknown_share']:.0%} of them or fewer show something that is not in the gallery" in text
     for line in result["words"]:
         assert line.strip().replace("'", "&#x27;") in text
     assert len(re.findall(r"<svg role='img' aria-label='[^']+reliability[^']+'", text)) == 2
@@ -173,7 +174,8 @@ def test_the_report_holds_every_score(result):
 
 
 def test_markup_in_names_is_escaped(result):
-    page = build_page({**result, "data": "<b>data</b>", "notes": ["<script>x</script>"], "method": "'<i>"}).decode()
+    parts = {"<i>part</i>": result["labelled"]}
+    page = build_page("<b>data</b>", ["<script>x</script>"], result, parts).decode()
     assert "&lt;b&gt;data" in page
     assert not re.search("<b>|<script|<i>", page)
 

@@ -1,0 +1,116 @@
+"""A bound on an error rate for queries that hang together, such as the images of one class.
+
+A share π of the queries is of unknown classes. Query i has the weight w_i = (1 − π)/n_known or π/n_unknown. It is
+answered (a_i = 1) if P ≥ t, and answered wrong (e_i = 1) if the answer is wrong too. The error rate among the answers
+is E/A with E = Σ w_i·e_i and A = Σ w_i·a_i. It is at most ε if and only if the mean of e − ε·a is at most 0 (Fieller,
+1954), so no ratio has to be estimated:
+
+    z_i = e_i − ε·a_i            Z = Σ w_i·z_i            p = P(T_ν ≤ Z / √V)
+    V   = V_known + V_unknown + 2·max(0, C)
+    V_k = m/(m − 1)·Σ_c (Σ_{i ∈ c} w_i·(z_i − z̄))²       over the m clusters of a kind, z̄ the mean of the kind
+    C   = Σ_c (Σ_{known i ∈ c} w_i·(z_i − z̄))·(Σ_{unknown i ∈ c} w_i·(z_i − z̄))       over the classes c
+
+The clusters of unknown queries are their classes: a new unknown image is of a class that nobody has seen. The clusters
+of known queries are single images: a new known image is of one of the gallery's classes, and all of these were counted.
+(Several copies of one image are a cluster.) T_ν is Student's t with ν = clusters − 1. This is the cluster-robust
+variance of Liang and Zeger (1986) with the t distribution that Cameron and Miller (2015) recommend. It is *asymptotic*
+in the number of clusters: with few clusters it promises too much. If no query was answered wrong, V says nothing.
+Therefore a bound that counts images has to hold as well: Clopper and Pearson's with the effective number of queries of
+Kish (1965),
+
+    n' = (Σ w_i·a_i)² / Σ w_i²·a_i        k' = n'·E/A        p' = P(Bin(n', ε) ≤ k'), by the beta distribution
+
+and the p-value is max(p, p'), see `idml.calibration.risk_control.clustered_p_values`. If every cluster is a single
+query, p' alone is used. It is *exact* if all weights are equal.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClusterMoments:
+    """The sums of the formulas above for each threshold, so that every ε can be tested later.
+
+    ``variance`` and ``shared`` are V_known + V_unknown and C for z = e, for the product of e and a, and for z = a:
+    V for any ε is V(e) − 2ε·V(e, a) + ε²·V(a).
+    """
+
+    answered: tuple[float, ...]
+    wrong: tuple[float, ...]
+    effective: tuple[float, ...]
+    variance: tuple[tuple[float, float, float], ...]
+    shared: tuple[tuple[float, float, float], ...]
+    clusters: int
+    """How many clusters there are, of the kind with fewer; 0 if every cluster is a single query."""
+
+    @classmethod
+    def of(
+        cls,
+        p: Tensor,
+        correct: Tensor,
+        thresholds: Sequence[float],
+        *,
+        known: Tensor,
+        share: float,
+        groups: Tensor,
+        known_by_image: bool,
+    ) -> "ClusterMoments":
+        """Sum up a sample.
+
+        Args:
+            p: P(right) of the queries [n].
+            correct: bool [n], the first result is right.
+            thresholds: chosen without looking at this sample.
+            known: bool [n], the class of the query is in the gallery.
+            share: π, the share of unknown queries to weight the sample by.
+            groups: the classes of the queries [n], the clusters of unknown queries.
+            known_by_image: every known query is a cluster of its own; otherwise its class is.
+        """
+        kinds = [(mask, part) for mask, part in ((known, 1 - share), (~known, share)) if part > 0]
+        if not all(bool(mask.any()) for mask, _ in kinds):
+            raise ValueError(f"a share of {share:.0%} unknown queries needs known and unknown queries to count")
+        t = torch.tensor(thresholds, dtype=torch.float64)
+        classes = groups.unique(return_inverse=True)[1].numpy()
+        answered, wrong, squares = (np.zeros(len(t)) for _ in range(3))
+        variance, clusters, by_class = np.zeros((len(t), 3)), [], []
+        for mask, part in kinds:
+            rows = mask.nonzero().flatten()
+            weight = part / len(rows)
+            a = (p[rows].double().unsqueeze(1) >= t).double().numpy()
+            e = a * (~correct[rows]).double().unsqueeze(1).numpy()
+            answered, wrong = answered + weight * a.sum(0), wrong + weight * e.sum(0)
+            squares += weight**2 * a.sum(0)
+            z = weight * np.stack([e - e.mean(0), a - a.mean(0)])
+            sums = np.zeros((2, int(classes.max()) + 1, len(t)))
+            for total, part_of in zip(sums, z, strict=True):
+                np.add.at(total, classes[rows.numpy()], part_of)
+            by_class.append(sums)
+            by_image = known_by_image and mask is known
+            m = len(rows) if by_image else len(np.unique(classes[rows.numpy()]))
+            own = z if by_image else sums
+            variance += _products(own, own) * (m / (m - 1) if m > 1 else 1.0)
+            if m < len(rows):
+                clusters.append(m)
+        shared = _products(by_class[0], by_class[1]) if len(kinds) > 1 else np.zeros_like(variance)
+        effective = np.divide(answered**2, squares, out=np.zeros(len(t)), where=squares > 0)
+        return cls(
+            tuple(answered.tolist()),
+            tuple(wrong.tolist()),
+            tuple(effective.tolist()),
+            tuple((x, y, z) for x, y, z in variance.tolist()),
+            tuple((x, y, z) for x, y, z in shared.tolist()),
+            min(clusters, default=0),
+        )
+
+
+def _products(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums over the clusters of e·e, e·a and a·a for each threshold [thresholds, 3]."""
+    (e, a), (f, b) = x, y
+    mixed = (np.einsum("ct,ct->t", e, b) + np.einsum("ct,ct->t", a, f)) / 2
+    return np.stack([np.einsum("ct,ct->t", e, f), mixed, np.einsum("ct,ct->t", a, b)], axis=1)

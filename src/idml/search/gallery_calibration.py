@@ -1,0 +1,376 @@
+"""`idml calibrate`: calibrate a gallery on itself, or on the user's own queries, and store the result with it.
+
+Queries come from the gallery. Each is searched in the whole gallery without itself (known), and again without its class
+(unknown). Which images are queries depends on what the model has learned from:
+
+    labels; no class learned             every image
+    labels; classes learned, heads only  every image; learned classes by heads that were trained again without them
+    labels; classes learned, trunk too   images of the classes that were not learned
+    no labels                            changed copies of images; unknown: without the original and its near duplicates
+    --queries DIR                        the user's images. Sub-folders are labels; those of no class here are unknown
+
+What people said about answers (`idml.search.feedback`) is added to the queries.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from idml.calibration.calibrate import LISTED, UNKNOWN, CalibrationQueries, calibrate_queries, check_share
+from idml.calibration.calibrate import describe_calibration as describe
+from idml.calibration.copies import CHANGES, change_copies
+from idml.calibration.evidence import Profile
+from idml.calibration.open_set import OpenSetQueries, QueryPool
+from idml.calibration.report import build_page
+from idml.calibration.risk_control import FEWEST_CLUSTERS
+from idml.calibration.score_comparison import describe_comparison
+from idml.data.images import read_image
+from idml.data.layouts import EXTENSIONS
+from idml.embeddings import Embeddings
+from idml.evaluation.knn import nearest
+from idml.files import write_atomic
+from idml.model.model import LEARNED, PRETRAINED
+from idml.progress import Note, Progress, image_counter, silent
+from idml.search.embedder import BATCH, MANY, Runtime
+from idml.search.engines import Item
+from idml.search.feedback import Feedback, read_feedback
+from idml.search.gallery import Gallery, Location
+from idml.search.gallery_folder import MODEL, REPORT, run_folder
+from idml.search.results import DUPLICATE
+
+Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Iterator[Embeddings]]
+"""Embeds images by the heads of each fold: model folder, files, labels, learned, folds, progress."""
+
+_MOST = 4000  # images that are queries
+_ORIGINALS, _COPIES = 600, 2  # images that are copied, copies of each
+_QUERIES = 50  # the smallest number that can be fitted
+_WRONG = {True: "names a wrong class", False: "shows another picture"}
+
+
+def calibrate_gallery(
+    location: Location,
+    *,
+    queries: str | Path | None = None,
+    unknown: float = UNKNOWN,
+    run: Location | None = None,
+    runtime: Runtime = "auto",
+    seed: int = 0,
+    refit: Refit | None = None,
+    assign_folds: Callable[[Tensor, Tensor], Tensor] | None = None,
+    progress: Progress = silent,
+    note: Note = silent,
+) -> dict[str, Any]:
+    """Calibrate a gallery and store what may be promised in it; return figures and words.
+
+    Args:
+        location: a folder, or milvus://host:port/collection.
+        queries: a folder of images with one sub-folder for each label; by default the gallery's own images.
+        unknown: the share of queries that show nothing of the gallery. The promises hold for this share or less.
+        run: the run of a Milvus gallery.
+        runtime: the library that runs the model.
+        seed: of the draws.
+        refit: trains the heads of a run again, for classes that it has learned from.
+        assign_folds: divides the learned classes for ``refit``: labels [n], learned [n] → folds [n].
+        progress: called with rows of how many images are done.
+        note: called with lines for the user.
+    """
+    check_share(unknown)
+    notes: list[str] = []
+
+    def keep(line: str) -> None:
+        notes.append(line)
+        note(line)
+
+    with Gallery.open(location, run=run, runtime=runtime, images=MANY, calibrated=False) as gallery:
+        source = _GallerySource.read(gallery, run, keep, progress)
+        if queries is not None:
+            found = _user_queries(source, Path(queries), unknown)
+        elif source.labelled:
+            found = _labelled_queries(source, refit, assign_folds, seed)
+        else:
+            found = _copied_queries(source, seed)
+        if unknown > 0 and not bool((~found.queries.known).any()):
+            single = "class; for queries that are all of this class, --unknown 0" if source.labelled else "picture"
+            raise ValueError(f"no query can be made unknown: the gallery holds a single {single}")
+        if len(found.queries.labels[found.queries.known]) < _QUERIES:
+            count = int(found.queries.known.sum())
+            raise ValueError(
+                f"a calibration needs {_QUERIES} queries with a right answer, there are {count}: add images"
+                + ("" if queries is not None or not source.labelled else ", or calibrate with --queries DIR")
+            )
+        profile = Profile.of(source.embeddings)
+        model = gallery.embedder.fingerprint
+        calibration, figures = calibrate_queries(found, unknown=unknown, profile=profile, model=model, seed=seed)
+        gallery.store_calibration(calibration)
+    words = describe(calibration, figures, _WRONG[source.labelled])
+    known = found.queries.known
+    result = {
+        "gallery": str(location),
+        "items": len(source.items),
+        "classes": len(source.names) if source.labelled else 0,
+        "labelled": source.labelled,
+        "queries": found.words,
+        "known_queries": int(known.sum()),
+        "unknown_queries": int((~known).sum()),
+        "right": int(found.queries.correct.sum()),
+        "unknown_share": calibration.unknown,
+        "model": model,
+        "notes": notes,
+        **figures,
+        "words": words,
+    }
+    if gallery.roots is not None:
+        path = gallery.roots.folder / REPORT
+        fitted = "P(right) was fitted to half of the classes; the promises come from the other half."
+        intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures), *notes]
+        write_atomic(path, build_page(f"Calibration of {path.parent.name}", intro, result, {"Figures": figures}))
+        result["report"] = str(path)
+    return result
+
+
+# -------------------- what is there --------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _GallerySource:
+    """The items of a gallery as a calibration sees them. ``names`` are the labels, numbered by ``labels``."""
+
+    gallery: Gallery
+    run: Location | None
+    items: list[Item]
+    embeddings: Embeddings
+    labels: Tensor
+    names: dict[str, int]
+    feedback: list[Feedback]
+    note: Note
+    progress: Progress
+
+    @classmethod
+    def read(cls, gallery: Gallery, run: Location | None, note: Note, progress: Progress) -> "_GallerySource":
+        items = list(gallery.items())
+        if len(items) < 2:
+            count = "one image" if items else "no image"
+            raise ValueError(f"the gallery {gallery.location} has {count}: index more before you calibrate it")
+        without = sum(item.label is None for item in items)
+        if 0 < without < len(items):
+            note(
+                f"{without:,} of {len(items):,} images have no label: calibrated as a gallery without labels "
+                "(to use labels, put every image into a sub-folder, or label it)"
+            )
+        embeddings = gallery.engine.embeddings([item.id for item in items])
+        names: dict[str, int] = {}
+        if without == 0:
+            names = {label: n for n, label in enumerate(sorted({item.label or "" for item in items}))}
+        numbers = [names[item.label or ""] for item in items] if names else range(len(items))
+        feedback = read_feedback(gallery.location, gallery.engine.properties)
+        return cls(gallery, run, items, embeddings, torch.tensor(numbers), names, feedback, note, progress)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether every item has a label."""
+        return bool(self.names)
+
+    def files(self, rows: Sequence[int]) -> list[Path]:
+        """The image files of some items; one that is gone is an error."""
+        roots, found = self.gallery.roots, []
+        for row in rows:
+            file = None if roots is None else roots.find_file(self.items[row].path)
+            if file is None:
+                raise FileNotFoundError(
+                    f"the image file {self.items[row].path!r} is needed and not there: calibrate with --queries DIR"
+                )
+            found.append(file)
+        return found
+
+    def read_learned(self) -> tuple[Tensor, bool]:
+        """Which items the model has learned from [n], and whether its trunk learned too."""
+        nothing = torch.zeros(len(self.items), dtype=torch.bool)
+        folder = self.model_folder()
+        if folder is None or not (folder / LEARNED).is_file():
+            if folder is not None:
+                self.note("the model does not say which images it has learned from: assumed, not checked, that none")
+            return nothing, False
+        try:
+            content = json.loads((folder / LEARNED).read_bytes())
+            known, trunk = set(content["images"]), content["trunk"] != "frozen"
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(f"{folder / LEARNED} is damaged: it should name images") from None
+        return torch.tensor([item.checksum[:16] in known for item in self.items]), trunk
+
+    def model_folder(self) -> Path | None:
+        """The folder with the model; None for the pretrained trunk."""
+        roots = self.gallery.roots
+        if roots is not None:
+            return None if (roots.folder / MODEL / PRETRAINED).is_file() else roots.folder / MODEL
+        return None if self.run is None or str(self.run) == PRETRAINED else run_folder(self.run)
+
+
+# -------------------- queries --------------------
+
+
+def _search(pool: QueryPool, *, unknown: bool = True) -> OpenSetQueries:
+    """Search each query as it is, and again without its class if other classes are there."""
+    known = pool.search(listed=LISTED)
+    parts = [known[known.known]]
+    others = pool.gallery_labels.unique()
+    if unknown and (len(others) > 1 or int(others[0]) not in pool.labels.tolist()):
+        parts.append(pool.search_without_own(listed=LISTED))
+    return OpenSetQueries.cat(parts)
+
+
+def _labelled_queries(
+    source: _GallerySource,
+    refit: Refit | None,
+    assign_folds: Callable[[Tensor, Tensor], Tensor] | None,
+    seed: int,
+) -> CalibrationQueries:
+    """Images of the gallery, each searched without itself, and again without its class."""
+    labels, (learned, trunk) = source.labels, source.read_learned()
+    learned_class = torch.isin(labels, labels[learned].unique())
+    classes, count = len(source.names), len(labels[learned].unique())
+    fresh = _sample((~learned_class).nonzero().flatten(), _MOST, seed)
+    parts, words = [], f"{len(fresh):,} images of the gallery, each left out of it, and again with its whole class"
+    if len(fresh):
+        pool = QueryPool(source.embeddings[fresh], labels[fresh], source.embeddings, labels, rows=fresh)
+        parts.append(_search(pool))
+    if count and trunk:
+        if count == classes:
+            raise ValueError(
+                "the model has learned from every class of the gallery, and its trunk was trained too: nothing can be "
+                "promised from these images; calibrate with --queries DIR"
+            )
+        source.note(f"{count:,} of {classes:,} classes are no queries: the model has learned from them")
+        words += f"; {count:,} classes that the model has learned from are left out"
+    elif count:
+        if refit is None or assign_folds is None:
+            raise ValueError("the model has learned from the gallery's classes; calibrate with idml calibrate")
+        rows = _sample(learned_class.nonzero().flatten(), _MOST, seed)
+        folder = source.model_folder()
+        assert folder is not None
+        folds = assign_folds(labels, learned)
+        files = source.files(range(len(labels)))
+        for fold, embeddings in enumerate(refit(folder, files, labels, learned, folds, source.progress)):
+            own = rows[folds[rows] == fold]
+            parts.append(_search(QueryPool(embeddings[own], labels[own], embeddings, labels, rows=own)))
+        words = f"{len(fresh) + len(rows):,} images of the gallery, each left out of it, and again with its whole class"
+        words += f"; cross-fitted: {count:,} classes by heads that were trained again without them"
+    parts += _feedback_queries(source)
+    if len(parts) > 1 and source.feedback:
+        words += f"; {len(source.feedback):,} answers that people judged"
+    return CalibrationQueries(OpenSetQueries.cat(parts), True, words)
+
+
+def _user_queries(source: _GallerySource, folder: Path, unknown: float) -> CalibrationQueries:
+    """The user's images; with few unknown classes among them, known ones without their class are unknown too."""
+    if not source.labelled:
+        raise ValueError("--queries needs a gallery in which every image has a label")
+    files, names = _list_queries(folder)
+    embeddings = _embed_files(source, files)
+    numbers = dict(source.names)
+    for name in names:
+        numbers.setdefault(name, len(numbers))
+    labels = torch.tensor([numbers[name] for name in names])
+    pool = QueryPool(embeddings, labels, source.embeddings, source.labels)
+    found = pool.search(listed=LISTED)
+    outside = len(labels[~found.known].unique())
+    words = (
+        f"{len(files):,} images in {folder.name}, {int((~found.known).sum()):,} of them of {outside:,} unknown classes"
+    )
+    parts = [found]
+    if unknown > 0 and outside < FEWEST_CLUSTERS and len(source.names) > 1:
+        known = found.known.nonzero().flatten()
+        if len(known):
+            parts.append(pool.search_without_own(listed=LISTED)[known])
+        words += "; known ones also without their class, because few classes are unknown"
+    parts += _feedback_queries(source)
+    return CalibrationQueries(OpenSetQueries.cat(parts), True, words)
+
+
+def _copied_queries(source: _GallerySource, seed: int) -> CalibrationQueries:
+    """Changed copies of images. An original and its near duplicates are one class."""
+    total = len(source.items)
+    rows = _sample(torch.arange(total), _ORIGINALS, seed)
+    files = source.files(rows.tolist())
+    report, parts = image_counter(source.progress, "copied"), []
+    for done, (row, file) in enumerate(zip(rows.tolist(), files, strict=True), 1):
+        copies = change_copies(read_image(file), _COPIES, seed=(seed, source.items[row].checksum))
+        parts.append(source.gallery.embedder.embed(copies))
+        report(done, len(rows))
+    labels = _group_duplicates(source)
+    own = labels[rows].repeat_interleave(_COPIES)
+    pool = QueryPool(Embeddings.cat(parts), own, source.embeddings, labels)
+    words = (
+        f"{len(own):,} changed copies ({', '.join(CHANGES)}) of {len(rows):,} images, and again without the original "
+        "and its near duplicates"
+    )
+    return CalibrationQueries(_search(pool), False, words, known_by_image=False)
+
+
+def _group_duplicates(source: _GallerySource) -> Tensor:
+    """A number for each item [n]; near duplicates have the same one."""
+    head = list(range(len(source.items)))
+
+    def find(i: int) -> int:
+        while head[i] != i:
+            head[i] = head[head[i]]
+            i = head[i]
+        return i
+
+    first: dict[str, int] = {}
+    for i, item in enumerate(source.items):
+        head[find(i)] = find(first.setdefault(item.checksum, i))
+    found = nearest(source.embeddings, 10)
+    close = (found.distances < DUPLICATE).nonzero()
+    for i, place in close.tolist():
+        head[find(i)] = find(int(found.indices[i, place]))
+    return torch.tensor([find(i) for i in range(len(head))])
+
+
+def _feedback_queries(source: _GallerySource) -> list[OpenSetQueries]:
+    """Queries whose right label people told: a label that is not in the gallery is an unknown class."""
+    told = [one for one in source.feedback if one.label is not None]
+    if not told or not source.labelled:
+        return []
+    numbers = dict(source.names)
+    for one in told:
+        numbers.setdefault(str(one.label), len(numbers))
+    labels = torch.tensor([numbers[str(one.label)] for one in told])
+    embeddings = Embeddings.cat([one.embedding for one in told])
+    return [QueryPool(embeddings, labels, source.embeddings, source.labels).search(listed=LISTED)]
+
+
+def _sample(rows: Tensor, most: int, seed: int) -> Tensor:
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:most]
+    return rows[order].sort().values
+
+
+def _list_queries(folder: Path) -> tuple[list[Path], list[str]]:
+    """The images below the sub-folders of a folder, and their labels."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(folder)!r} of queries")
+    files, names = [], []
+    for sub in sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+        for path in sorted(sub.rglob("*")):
+            if path.name.lower().endswith(EXTENSIONS) and path.is_file():
+                files.append(path)
+                names.append(os.fsencode(sub.name).decode("utf-8", "backslashreplace"))
+    if not files:
+        raise ValueError(
+            f"{str(folder)!r} has no images in sub-folders: name a folder with one sub-folder for each label"
+        )
+    return files, names
+
+
+def _embed_files(source: _GallerySource, files: Sequence[Path]) -> Embeddings:
+    report, parts = image_counter(source.progress, "embedded"), []
+    for start in range(0, len(files), BATCH):
+        batch = [read_image(path) for path in files[start : start + BATCH]]
+        parts.append(source.gallery.embedder.embed(batch))
+        report(min(start + BATCH, len(files)), len(files))
+    return Embeddings.cat(parts)

@@ -1,0 +1,146 @@
+"""The bound for queries that hang together: against explicit loops, exact where it should be, and promises kept."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom, t
+
+from idml.calibration.cluster_bound import ClusterMoments
+from idml.calibration.risk_control import ThresholdCounts, candidate_thresholds, clustered_p_values, p_values
+from idml.calibration.stored import draw_mixture, split_queries
+
+
+def made(alike, each, rng):
+    """P and right answers of known and unknown queries; ``alike`` says how much each class is like another one."""
+    classes, alike = len(alike), alike[:, None]
+    known = 1 / (1 + np.exp(-(3 - 0.7 * alike + rng.normal(0, 1.2, (classes, each)))))
+    unknown = 1 / (1 + np.exp(-(-1.5 + alike + rng.normal(0, 0.5, (classes, each)))))
+    right = rng.random((classes, each)) < known
+    return known, right, unknown
+
+
+def as_queries(known, right, unknown):
+    p = torch.tensor(np.concatenate([known.ravel(), unknown.ravel()]))
+    correct = torch.tensor(np.concatenate([right.ravel(), np.zeros(unknown.size, bool)]))
+    groups = torch.arange(len(known)).repeat_interleave(known.shape[1]).repeat(2)
+    return p, correct, torch.arange(len(p)) < known.size, groups
+
+
+def loop_p_value(p, correct, known, groups, share, threshold, error):
+    """The formulas of the module, one query after the other."""
+    weights = [(1 - share) / int(known.sum()) if k else share / int((~known).sum()) for k in known]
+    z = [float(x >= threshold) * ((not c) - error) for x, c in zip(p.tolist(), correct.tolist(), strict=True)]
+    means = {kind: np.mean([z[i] for i in range(len(p)) if bool(known[i]) == kind]) for kind in (True, False)}
+    centred = [w * (x - means[bool(k)]) for w, x, k in zip(weights, z, known, strict=True)]
+    n, m = int(known.sum()), len(groups.unique())
+    by_image = n / (n - 1) * sum(c**2 for c, k in zip(centred, known, strict=True) if k)
+    by_class, both = 0.0, 0.0
+    for group in groups.unique():
+        inside = [i for i in range(len(p)) if groups[i] == group]
+        of_known, of_unknown = (sum(centred[i] for i in inside if bool(known[i]) == kind) for kind in (True, False))
+        by_class += of_unknown**2
+        both += of_known * of_unknown
+    spread = by_image + m / (m - 1) * by_class + 2 * max(0.0, both)
+    total = sum(w * x for w, x in zip(weights, z, strict=True))
+    return float(t.cdf(total / math.sqrt(spread), m - 1))
+
+
+def test_p_values_are_those_of_loops():
+    rng = np.random.default_rng(0)
+    p, correct, known, groups = as_queries(*made(rng.normal(0, 1.5, 30), 6, rng))
+    thresholds = [0.99, 0.9, 0.5]
+    found = ClusterMoments.of(p, correct, thresholds, known=known, share=0.3, groups=groups, known_by_image=True)
+    assert found.clusters == 30
+    decided = 0
+    for error in (0.05, 0.2, 0.5, 0.55):
+        expected = [loop_p_value(p, correct, known, groups, 0.3, threshold, error) for threshold in thresholds]
+        for got, wanted in zip(clustered_p_values(found, error), expected, strict=True):
+            assert got >= wanted - 1e-12
+        if expected[2] < 0.5:  # many errors, but fewer than promised: the classes decide
+            assert clustered_p_values(found, error)[2] == pytest.approx(expected[2], rel=1e-9, abs=1e-15)
+            decided += 1
+    assert decided == 3
+    answered = 0.7 * (p[known] >= 0.9).double().mean() + 0.3 * (p[~known] >= 0.9).double().mean()
+    assert found.answered[1] == pytest.approx(float(answered))
+
+
+def test_without_unknown_queries_it_is_clopper_and_pearsons():
+    rng = np.random.default_rng(1)
+    p, correct, known, groups = as_queries(*made(rng.normal(0, 1.5, 20), 8, rng))
+    thresholds = [0.95, 0.7, 0.0]
+    found = ClusterMoments.of(p, correct, thresholds, known=known, share=0.0, groups=groups, known_by_image=True)
+    answered = [int((p[known] >= x).sum()) for x in thresholds]
+    wrong = [int(((p >= x) & ~correct & known).sum()) for x in thresholds]
+    assert found.clusters == 0
+    assert clustered_p_values(found, 0.1) == pytest.approx(p_values(wrong, answered, 0.1), rel=1e-9)
+
+
+def test_no_error_at_all_still_needs_queries():
+    """Without errors the variance is 0; the bound by image still asks for 45 of them at 5 %."""
+    known, groups = torch.arange(80) < 40, torch.arange(40).repeat(2)
+    p, correct = known.double(), known.clone()
+    found = ClusterMoments.of(p, correct, [0.5], known=known, share=0.25, groups=groups, known_by_image=True)
+    assert clustered_p_values(found, 0.05)[0] == pytest.approx(0.95**40)
+    few = ClusterMoments.of(p, correct, [0.5], known=known, share=0.25, groups=groups % 5, known_by_image=True)
+    assert clustered_p_values(few, 0.05) == [1.0]
+    counts = ThresholdCounts.of(p, correct, [0.5], [0], few)
+    assert "5 classes were counted, at least 10 are needed" in counts.find_guarantee(0.05, 0.9).reason
+
+
+def count_broken(classes, *, clustered, share=0.5, error=0.2, draws=80):
+    """In how many draws of whole classes the promise is broken, and the mean share of queries that are answered.
+
+    New known queries are of the gallery's classes, new unknown ones of any others.
+    """
+    rng = np.random.default_rng(5)
+    unknown = made(rng.normal(0, 1.5, 20_000), 3, rng)[2]
+    broken, covered = 0, 0.0
+    for draw in range(draws):
+        alike = rng.normal(0, 1.5, 2 * classes)
+        p, correct, is_known, groups = as_queries(*made(alike, 10, rng))
+        known, right, _ = made(alike, 200, rng)
+        held, used = split_queries(len(p), seed=draw, groups=groups)
+        thresholds, starts = candidate_thresholds(p[draw_mixture(used, is_known, share, draw)])
+        groups = groups if clustered else torch.arange(len(p))
+        moments = ClusterMoments.of(
+            p[held],
+            correct[held],
+            thresholds,
+            known=is_known[held],
+            share=share,
+            groups=groups[held],
+            known_by_image=True,
+        )
+        guarantee = ThresholdCounts.of(p[held], correct[held], thresholds, starts, moments).find_guarantee(error, 0.9)
+        if guarantee.threshold is not None:
+            x = guarantee.threshold
+            matches = (1 - share) * (known >= x).mean() + share * (unknown >= x).mean()
+            wrong = (1 - share) * ((known >= x) & ~right).mean() + share * (unknown >= x).mean()
+            broken, covered = broken + (wrong > error * matches), covered + guarantee.coverage / draws
+    return broken, covered
+
+
+def test_promises_are_kept_where_classes_hang_together():
+    """With 100 counted classes about a tenth of the promises may break; a bound by image breaks about a quarter."""
+    broken, covered = count_broken(100, clustered=True)
+    naive, naive_covered = count_broken(100, clustered=False)
+    assert binom.sf(broken - 1, 80, 0.1) > 0.05
+    assert binom.sf(naive - 1, 80, 0.1) < 0.01
+    assert covered > 0.8 * naive_covered
+
+
+def test_shares_and_groups_are_checked():
+    p, mask = torch.rand(20), torch.ones(20, dtype=torch.bool)
+    with pytest.raises(ValueError, match="needs known and unknown queries"):
+        ClusterMoments.of(p, mask, [0.5], known=mask, share=0.25, groups=torch.arange(20), known_by_image=True)
+    known = torch.arange(100) % 2 == 0
+    rows = draw_mixture(torch.arange(100), known, 0.25, 0)
+    assert int((~known[rows]).sum()) == round(len(rows) * 0.25)
+    assert int(known[rows].sum()) == 50
+    rows = draw_mixture(torch.arange(100), known, 0.9, 0)
+    assert (int(known[rows].sum()), int((~known[rows]).sum())) == (6, 50)
+    held, used = split_queries(100, seed=1, groups=torch.arange(100) // 7)
+    assert not {*(held // 7).tolist()} & {*(used // 7).tolist()}
+    assert sorted([*held.tolist(), *used.tolist()]) == list(range(100))

@@ -1,0 +1,209 @@
+"""A gallery calibrated on itself: which queries, against loops over all distances, and what is refused in one line."""
+
+import json
+
+import pytest
+import torch
+from synthetic_images import as_items, cloud, picture, save_run, write_picture
+
+from idml import Embeddings
+from idml.calibration import calibrate as figures_of
+from idml.calibration.stored import Calibration
+from idml.search import gallery_calibration
+from idml.search.answers import RiskTargets
+from idml.search.gallery import Gallery
+from idml.search.gallery_calibration import calibrate_gallery
+from idml.search.indexing import index_folder
+
+pytestmark = pytest.mark.usefixtures("_no_waiting", "_few_rounds")
+
+
+@pytest.fixture
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr(figures_of, "_ROUNDS", 20)
+
+
+@pytest.fixture
+def labelled(run, tmp_path):
+    """A gallery of 40 classes with 12 images each, its embeddings and labels."""
+    stored, labels = cloud(40, 12, noise=0.7, seed=2)
+    with Gallery.create(tmp_path / "g", run) as gallery:
+        gallery.add_embedded(as_items(labels.tolist()), stored)
+    return tmp_path / "g", stored, labels
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """The queries that a calibration was fitted to, by what it was fitted."""
+    seen = []
+    before = gallery_calibration.calibrate_queries
+
+    def keep(found, **options):
+        seen.append(found)
+        return before(found, **options)
+
+    monkeypatch.setattr(gallery_calibration, "calibrate_queries", keep)
+    return seen
+
+
+def test_each_image_is_a_query_without_itself_and_without_its_class(labelled, fitted):
+    place, stored, labels = labelled
+    result = calibrate_gallery(place)
+    (found,) = fitted
+    queries, n = found.queries, len(labels)
+    assert (result["known_queries"], result["unknown_queries"], result["classes"]) == (n, n, 40)
+    d = torch.cdist(stored.unit, stored.unit).fill_diagonal_(torch.inf)
+    assert torch.equal(queries.correct[:n], labels[d.argmin(dim=1)] == labels)
+    without = d.masked_fill(labels[:, None] == labels, torch.inf)
+    torch.testing.assert_close(queries.evidence.nearest[n:], without.min(dim=1).values, rtol=0, atol=1e-5)
+    assert not bool(queries.correct[n:].any())
+    assert (found.labelled, found.known_by_image) == (True, True)
+    stored_calibration = Calibration.load(place / "calibration.json")
+    assert (stored_calibration.unknown, stored_calibration.counts.moments.clusters) == (0.25, 20)
+    assert stored_calibration.queries == result["queries"].replace("—", "-")
+    assert any("approximate: 20 classes were counted" in line for line in result["words"])
+    assert (place / "calibration.html").stat().st_size > 1000
+    with Gallery.open(place) as gallery:
+        (reply,) = gallery.search_embeddings(stored[:1], targets=RiskTargets(max_error=0.3))
+        assert (reply.answer.calibrated, reply.answer.promised, reply.notes) == (True, True, ())
+    assert calibrate_gallery(place, unknown=0.0)["counted_classes"] == 0
+    assert Calibration.load(place / "calibration.json").unknown == 0
+
+
+def test_classes_that_the_trunk_has_learned_are_no_queries(labelled, fitted):
+    place, _, labels = labelled
+    learned = [item.checksum[:16] for item in as_items(labels.tolist()) if int(item.label[1:]) < 15]
+    (place / "model" / "learned.json").write_text(json.dumps({"trunk": "trained", "images": learned[::3]}))
+    result = calibrate_gallery(place)
+    assert {*fitted[0].queries.labels.tolist()} == {n for n in range(40) if int(sorted(map(str, range(40)))[n]) >= 15}
+    assert "15 classes that the model has learned from are left out" in result["queries"]
+    every = [item.checksum[:16] for item in as_items(labels.tolist())]
+    (place / "model" / "learned.json").write_text(json.dumps({"trunk": "trained", "images": every}))
+    with pytest.raises(ValueError, match=r"learned from every class .* calibrate with --queries DIR"):
+        calibrate_gallery(place)
+    (place / "model" / "learned.json").write_text("[]")
+    with pytest.raises(ValueError, match="is damaged"):
+        calibrate_gallery(place)
+
+
+def test_learned_classes_are_queried_under_heads_that_never_saw_them(run, tmp_path, fitted):
+    for c in range(12):
+        for n in range(8):
+            write_picture(tmp_path / "photos" / f"c{c:02d}" / f"{n}.png", c, n)
+    with Gallery.create(tmp_path / "g", run) as gallery:
+        index_folder(gallery, tmp_path / "photos")
+        items = list(gallery.items())
+    learned = [item.checksum[:16] for item in items if item.label < "c09"]
+    (tmp_path / "g" / "model" / "learned.json").write_text(json.dumps({"trunk": "frozen", "images": learned}))
+    asked = []
+
+    def refit(model, files, labels, was_learned, folds, progress):
+        asked.append((model, [file.parent.name for file in files], folds))
+        for fold in range(2):
+            yield Embeddings(torch.eye(12)[labels] + 0.01 * (fold + 1), torch.full((len(labels), 2), float(fold + 1)))
+
+    with pytest.raises(ValueError, match="has learned from the gallery's classes"):
+        calibrate_gallery(tmp_path / "g")
+    halves = lambda labels, was_learned: torch.where(labels < 9, labels % 2, -1)  # noqa: E731
+    result = calibrate_gallery(tmp_path / "g", refit=refit, assign_folds=halves)
+    assert "cross-fitted: 9 classes by heads that were trained again without them" in result["queries"]
+    assert (result["known_queries"], result["unknown_queries"]) == (96, 96)
+    ((model, names, _),) = asked
+    assert (model, names) == (tmp_path / "g" / "model", [item.label for item in items])
+    queries = fitted[0].queries
+    level = queries.evidence.level
+    for fold in (0, 1):  # the heads of a fold meet its classes alone
+        met = queries.labels[(level - (fold + 1) * 2**0.5).abs() < 1e-5]
+        assert {*met.tolist()} == {c for c in range(9) if c % 2 == fold}
+
+
+def test_the_users_own_queries(run, tmp_path, fitted):
+    for c in range(12):
+        for n in range(10):
+            write_picture(tmp_path / ("photos" if n < 5 else "asked") / f"c{c:02d}" / f"{n}.png", c, n)
+    for c in range(90, 101):
+        write_picture(tmp_path / "asked" / f"other{c}" / "0.png", c)
+    with Gallery.create(tmp_path / "g", run) as gallery:
+        index_folder(gallery, tmp_path / "photos")
+    result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked", unknown=0.1)
+    assert (result["known_queries"], result["unknown_queries"]) == (60, 11)
+    assert result["queries"] == "71 images in asked, 11 of them of 11 unknown classes"
+    for c in range(91, 101):
+        (tmp_path / "asked" / f"other{c}" / "0.png").unlink()
+    result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked")
+    assert (result["known_queries"], result["unknown_queries"]) == (60, 61)
+    assert "also without their class" in result["queries"]
+
+
+def test_without_labels_changed_copies_are_the_queries(run, tmp_path, fitted):
+    for n in range(70):
+        write_picture(tmp_path / "photos" / f"{n}.png", n)
+    picture(3).save(tmp_path / "photos" / "copy.png", compress_level=1)  # the same picture in another file
+    with Gallery.create(tmp_path / "g", run) as gallery:
+        index_folder(gallery, tmp_path / "photos")
+    result = calibrate_gallery(tmp_path / "g", unknown=0.2)
+    (found,) = fitted
+    assert (found.labelled, found.known_by_image, result["labelled"]) == (False, False, False)
+    assert (result["known_queries"], result["unknown_queries"]) == (142, 142)
+    assert len(found.queries.labels.unique()) == 70  # near duplicates are one picture
+    assert any("shows another picture" in line for line in result["words"])
+    assert result["right"] > 100
+    assert not bool(found.queries.correct[142:].any())
+    (tmp_path / "photos" / "7.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"'photos/7.png' is needed and not there"):
+        calibrate_gallery(tmp_path / "g")
+    with pytest.raises(ValueError, match="needs a gallery in which every image has a label"):
+        calibrate_gallery(tmp_path / "g", queries=tmp_path)
+
+
+def test_unusual_galleries_are_one_line_or_an_answer(run, tmp_path):
+    def gallery_of(name, labels, embeddings=None):
+        with Gallery.create(tmp_path / name, run) as gallery:
+            gallery.add_embedded(as_items(labels), cloud(1, len(labels))[0] if embeddings is None else embeddings)
+        return tmp_path / name
+
+    with pytest.raises(ValueError, match="has no image: index more"):
+        calibrate_gallery(gallery_of("empty", []))
+    with pytest.raises(ValueError, match="has one image: index more"):
+        calibrate_gallery(gallery_of("one", [1]))
+    single = gallery_of("single", [1] * 60)
+    with pytest.raises(ValueError, match="holds a single class; for queries that are all of this class, --unknown 0"):
+        calibrate_gallery(single)
+    assert calibrate_gallery(single, unknown=0.0)["right"] == 60
+    with pytest.raises(ValueError, match="needs 50 queries with a right answer, there are 20"):
+        calibrate_gallery(gallery_of("few", [n // 2 for n in range(20)]))
+    with pytest.raises(ValueError, match="there are 0"):
+        calibrate_gallery(gallery_of("alone", list(range(60))))
+    equal = Embeddings(torch.ones(80, 16), torch.ones(80, 16))
+    result = calibrate_gallery(gallery_of("equal", [n % 2 for n in range(80)], equal))
+    assert not any(promise["possible"] for promise in result["promises"])
+    notes = []
+    mixed = gallery_of("mixed", [None, *[n % 5 for n in range(79)]])
+    with pytest.raises(FileNotFoundError, match="is needed and not there"):
+        calibrate_gallery(mixed, note=notes.append)
+    assert notes[0].startswith("1 of 80 images have no label: calibrated as a gallery without labels")
+    for share in (-0.1, 0.91, float("nan")):
+        with pytest.raises(ValueError, match=r"must be from 0 to 0.9"):
+            calibrate_gallery(single, unknown=share)
+
+
+def test_calibrating_again_mends_a_gallery_that_doubled(labelled):
+    place, _, labels = labelled
+    calibrate_gallery(place)
+    more, theirs = cloud(40, 12, noise=0.7, seed=2)
+    with Gallery.open(place, write=True) as gallery:
+        moved = Embeddings(more.semantic + 0.3 * torch.randn(more.semantic.shape), more.uncertainty)
+        gallery.add_embedded(as_items(theirs.tolist(), first=5000), moved)
+        assert "100 % larger" in gallery.status().drift
+    calibrate_gallery(place)
+    with Gallery.open(place) as gallery:
+        assert (gallery.status().drift, gallery.status().growth) == ("", "")
+    assert len(labels) == 480
+
+
+def test_a_damaged_calibration_can_be_replaced(labelled):
+    place, _, _ = labelled
+    (place / "calibration.json").write_bytes(b"{}")
+    calibrate_gallery(place)
+    assert save_run is not None
+    Gallery.open(place).close()

@@ -1,0 +1,69 @@
+"""Judgements about answers over HTTP: kept, listed, deleted; and pictures that give nothing away."""
+
+import io
+
+import pytest
+from PIL import Image
+from service_client import client_of, identity, made_gallery, picture, said
+
+from idml.search.feedback import read_feedback
+
+
+def judge(client, verdict, image=None, **fields):
+    return client.post("/api/feedback", files={"image": image or picture(7)}, data={"verdict": verdict, **fields})
+
+
+def test_judgements_are_kept_listed_and_deleted(client, gallery):
+    assert client.get("/api/feedback").json() == {"feedback": []}
+    right = judge(client, "right")
+    assert right.status_code == 201
+    assert right.json() == {
+        "id": right.json()["id"],
+        "query": "upload",
+        "right": True,
+        "found": "grey",
+        "label": "grey",
+    }
+    wrong = judge(client, "wrong", label="<b>new</b>").json()
+    assert (wrong["right"], wrong["found"], wrong["label"]) == (False, "grey", "<b>new</b>")
+    assert judge(client, "wrong").json()["label"] is None
+    kept = client.get("/api/feedback").json()["feedback"]
+    assert [one["label"] for one in kept] == ["grey", "<b>new</b>", None]
+    stored = read_feedback(gallery.location, gallery.engine.properties)
+    found = gallery.search_embeddings(stored[0].embedding, 1)[0].results[0]
+    assert (found.id, found.distance) == (identity(picture(7)), pytest.approx(0, abs=1e-3))
+    assert client.delete(f"/api/feedback/{right.json()['id']}").status_code == 204
+    assert len(client.get("/api/feedback").json()["feedback"]) == 2
+    assert client.delete(f"/api/feedback/{right.json()['id']}").status_code == 404
+
+
+def test_bad_judgements_are_one_line(client, gallery, tmp_path, tiny_run):
+    assert said(judge(client, "perhaps")) == "verdict: must be right or wrong"
+    assert said(judge(client, "wrong", label="grey")) == "the answer 'grey' cannot be wrong if it is the right label"
+    assert judge(client, "right", image=b"no image").status_code == 415
+    assert client.get("/api/feedback").json() == {"feedback": []}
+    with made_gallery(tmp_path / "other", tiny_run) as other:
+        other.writable = False
+        with client_of(other) as reader:
+            assert judge(reader, "right").status_code == 403
+
+
+def test_a_damaged_file_of_judgements_is_named(gallery, tmp_path):
+    (tmp_path / "gallery" / "feedback.json").write_text('{"judgements": [{"id": 3}]}')
+    with pytest.raises(ValueError, match=r"feedback\.json is damaged"):
+        read_feedback(gallery.location, gallery.engine.properties)
+
+
+def test_served_pictures_are_upright_and_without_metadata(client):
+    exif = Image.Exif()
+    exif[0x010E], exif[0x0112] = "a secret place", 6
+    out = io.BytesIO()
+    Image.new("RGB", (40, 30), "red").save(out, "JPEG", exif=exif.tobytes())
+    id = client.post("/api/items", files={"image": out.getvalue()}, data={"label": "red"}).json()["id"]
+    for kind in ("image", "thumbnail"):
+        response = client.get(f"/api/items/{id}/{kind}")
+        assert response.headers["content-type"] == "image/jpeg"
+        assert b"secret" not in response.content
+        with Image.open(io.BytesIO(response.content)) as image:
+            assert image.size == (30, 40)
+            assert len(image.getexif()) == 0
