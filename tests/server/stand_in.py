@@ -97,15 +97,16 @@ class StandIn:
                 "possible": coverage is not None,
                 "threshold": None if coverage is None else 0.9,
                 "coverage": coverage or 0.0,
+                "approximate": False,
                 "reason": "" if coverage else reason.format(round(100 * error)),
             }
             for error, coverage in ERRORS.items()
         ]
         counts = {"name": "Sea birds", "items": len(self.items), "labelled": len(labels), "classes": len(set(labels))}
-        told = {"model": "0123456789abcdef", "calibrated": self.calibrated, "drift": self.drift}
+        told = {"model": "0123456789abcdef", "calibrated": self.calibrated, "drift": self.drift, "growth": ""}
         told["unknown_share"] = 0.25 if self.calibrated else None
         told |= {"recognised": 0.574 if self.calibrated else None, "rejected": 0.048 if self.calibrated else None}
-        told |= {"level_speaks": self.level_speaks, "writable": self.writable}
+        told |= {"level_speaks": self.level_speaks, "writable": self.writable, "queries": "its images, each left out"}
         return {
             **counts,
             **told,
@@ -145,6 +146,7 @@ class StandIn:
             "probability": chance if self.calibrated else None,
             "novelty": 0.02 if state == "not in the collection" else 0.4,
             "calibrated": self.calibrated,
+            "promised": self.calibrated and not self.drift and ERRORS.get(max_error) is not None,
             "level": 0.7,
             "set_size": None,
             "results": results,
