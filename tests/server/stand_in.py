@@ -112,7 +112,7 @@ class StandIn:
             **told,
             "promises": promises if self.calibrated else [],
             **self.later,
-            **({"feedback": len(self.feedback)} if self.later.get("feedback") is not None else {}),
+            "feedback": len(self.feedback) if self.later.get("feedback") is not None else None,
         }
 
     def page(self, order: str, label: str, start: int, size: int) -> dict:

@@ -37,6 +37,7 @@ def test_gallery_info(client, gallery):
         "drift": "",
         "growth": "",
         "queries": "",
+        "feedback": 0,
         "writable": True,
         "promises": [],
     }

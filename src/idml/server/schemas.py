@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from idml.calibration.risk_control import RiskGuarantee
 from idml.search.engines import Item
-from idml.search.feedback import Feedback
+from idml.search.feedback import Feedback, read_feedback
 from idml.search.gallery import Gallery
 from idml.search.results import Reply, Result
 from idml.search.tsne_map import Point
@@ -58,7 +58,8 @@ class GalleryInfo(BaseModel):
     known ones the share ``rejected``; null if that is not known. ``level_speaks``: ‖u‖ ranks wrong answers better than
     chance here. ``drift`` says why nothing is guaranteed any more although there is a calibration, ``growth`` describes
     a small change of size that guarantees cover; both are empty otherwise. ``queries``: what the queries of the
-    calibration were. ``writable`` says whether the sender of the request may change the gallery.
+    calibration were. ``feedback``: how many judgements are kept; null if none can be. ``writable`` says whether the
+    sender of the request may change the gallery.
     """
 
     name: str
@@ -74,6 +75,7 @@ class GalleryInfo(BaseModel):
     drift: str
     growth: str
     queries: str
+    feedback: int | None
     writable: bool
     promises: list[Guarantee]
 
@@ -95,6 +97,7 @@ class GalleryInfo(BaseModel):
             growth=status.growth,
             level_speaks=status.level_speaks,
             queries=json_text(status.queries),
+            feedback=None if gallery.roots is None else len(read_feedback(gallery.location, gallery.engine.properties)),
             writable=status.writable,
             promises=[Guarantee.of(guarantee) for guarantee in gallery.guarantees()],
         )
