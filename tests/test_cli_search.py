@@ -226,7 +226,7 @@ def test_names_from_folders_are_escaped(run):
     shutil.copy("photos/c00/0.png", folder / f"{evil}.png")
     (folder / f"broken{evil}.png").write_bytes(b"no image")
     for command in (
-        ("index", "run", "nasty", "--to", "g"),
+        ("index", "nasty", "--to", "g", "--model", "run"),
         ("gallery", "list", "g"),
         ("search", "g", str(folder / f"{evil}.png")),
         ("search", "g", str(folder / f"broken{evil}.png")),

@@ -13,6 +13,7 @@ from idml.calibration.evidence import Evidence
 from idml.calibration.stored import Calibration
 from idml.model import fingerprint
 from idml.search.engines.sqlite import SqliteEngine
+from idml.search.feedback import add_feedback
 from idml.search.gallery import Gallery, Upload
 from idml.search.indexing import index_folder
 from idml.search.integrity import verify_folder
@@ -31,12 +32,14 @@ def original(tmp_path_factory, tiny_run):
     shutil.copytree(tiny_run, root / "run")
     evidence = Evidence(*torch.rand(5, 60))
     found = Calibration.fit(evidence, torch.rand(60) > 0.5, labelled=False, model=fingerprint(root / "run"))
-    found.save(root / "run" / "calibration-unlabelled.json")
     for number in range(3):
         saved(root / "photos" / "red" / f"{number}.png", number)
     with Gallery.create(root / "gallery", root / "run") as gallery:
         index_folder(gallery, root / "photos")
         gallery.add([Upload(saved(root / "upload.png", 200).read_bytes())])
+        gallery.store_calibration(found)
+        query = gallery.embedder.embed([Image.new("RGB", (20, 20), "red")])
+        add_feedback(root / "gallery", gallery.engine.properties, query, query="q.png", right=True, found="red")
     return root
 
 
@@ -60,9 +63,9 @@ def test_a_sound_gallery_has_no_problem(place, capsys):
 
 def test_a_flipped_bit_in_any_file_is_found(place):
     chance = random.Random(0)
-    files = [file for folder in ("model", "uploads") for file in (place / folder).iterdir()] + [place / "roots.json"]
-    names = {file.name for file in files}
-    assert {"model.safetensors", "calibration-unlabelled.json", "roots.json"} < names
+    files = [file for folder in ("model", "uploads") for file in (place / folder).iterdir()]
+    files += [place / name for name in ("roots.json", "calibration.json", "feedback.json")]
+    assert "model.safetensors" in {file.name for file in files}
     for file in files:
         content = file.read_bytes()
         for _ in range(12 if len(content) < 10_000 else 4):
@@ -79,13 +82,13 @@ def test_a_flipped_bit_in_any_file_is_found(place):
 def test_a_flipped_bit_in_a_root_does_not_double_the_gallery(place, original, capsys):
     roots = (place / "roots.json").read_bytes()
     (place / "roots.json").write_bytes(roots.replace(b'photos"', b'photns"'))
-    assert cli.main(["index", str(original / "run"), str(original / "photos"), "--to", str(place)]) == 2
+    assert cli.main(["index", str(original / "photos"), "--to", str(place), "--model", str(original / "run")]) == 2
     assert "its checksum does not fit" in capsys.readouterr().err
     with Gallery.open(place) as gallery:
         assert len(gallery) == 4
     folders = json.loads(roots)["folders"]
     (place / "roots.json").write_text(json.dumps(folders))  # as an older version wrote it, or corrected by hand
-    assert cli.main(["index", str(original / "run"), str(original / "photos"), "--to", str(place)]) == 0
+    assert cli.main(["index", str(original / "photos"), "--to", str(place), "--model", str(original / "run")]) == 0
     assert problems(place) == []
 
 

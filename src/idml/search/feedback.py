@@ -2,9 +2,12 @@
 
 A judgement holds the embedding of the query, not its picture. A gallery in a folder keeps them in feedback.json:
 
-    {"judgements": [{"id", "query", "right", "found", "label", "semantic", "uncertainty"}, …]}
+    {"judgements": [{"id", "query", "right", "found", "label", "semantic", "uncertainty"}, …], "sha256"}
+
+The checksum is that of the judgements as JSON.
 """
 
+import hashlib
 import json
 import math
 import secrets
@@ -70,7 +73,10 @@ def read_feedback(location: Location, properties: Properties) -> list[Feedback]:
         return []
     path = _path(location)
     try:
-        rows = json.loads(path.read_bytes())["judgements"]
+        content = json.loads(path.read_bytes())
+        rows = content["judgements"]
+        if content["sha256"] != _checksum(rows):
+            raise ValueError("the checksum is another one")
         return [_decode(row, properties.dimensions, properties.uncertainty) for row in rows]
     except FileNotFoundError:
         return []
@@ -108,7 +114,11 @@ def _write(path: Path, judgements: Sequence[Feedback]) -> None:
         }
         for one in judgements
     ]
-    write_atomic(path, (json.dumps({"judgements": rows}) + "\n").encode())
+    write_atomic(path, (json.dumps({"judgements": rows, "sha256": _checksum(rows)}) + "\n").encode())
+
+
+def _checksum(rows: object) -> str:
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _decode(row: dict[str, object], dimensions: int, uncertainty: int) -> Feedback:

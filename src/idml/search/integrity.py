@@ -1,7 +1,8 @@
 """`idml gallery verify`: check everything that a gallery in a folder needs, not only its database.
 
-The model is compared with the fingerprint in the database, calibrations, the exported model and the list of roots with
-their own checksums, and every image file, uploaded or indexed, with the checksum that its item has in the database.
+The model is compared with the fingerprint in the database. The calibration, the feedback, the exported model and the
+list of roots are compared with their own checksums, and every image file, uploaded or indexed, with the checksum that
+its item has in the database.
 """
 
 import hashlib
@@ -14,7 +15,9 @@ from idml.model.onnx import ONNX, read_onnx
 from idml.progress import Count, silent
 from idml.search.engines import DamagedGallery, Engine, Item
 from idml.search.engines.base import Problem
-from idml.search.gallery_folder import MODEL, UPLOADS, Calibrations, ImageRoots, find_model
+from idml.search.feedback import read_feedback
+from idml.search.gallery import read_calibration
+from idml.search.gallery_folder import CALIBRATION, FEEDBACK, MODEL, UPLOADS, ImageRoots, find_model
 
 
 def verify_folder(engine: Engine, folder: Path, *, progress: Count = silent) -> list[Problem]:
@@ -36,9 +39,13 @@ def _check_model(engine: Engine, folder: Path) -> Iterator[Problem]:
     except (ValueError, OSError) as error:
         yield Problem(str(home), None, str(error))
     try:
-        Calibrations.load(home, model)
+        read_calibration(folder, engine)
     except (ValueError, OSError) as error:
-        yield Problem(str(home), None, str(error))
+        yield Problem(str(folder / CALIBRATION), None, str(error))
+    try:
+        read_feedback(folder, engine.properties)
+    except (ValueError, OSError) as error:
+        yield Problem(str(folder / FEEDBACK), None, str(error))
     if (home / ONNX).exists():
         try:
             if read_onnx(home / ONNX).fingerprint != model:
