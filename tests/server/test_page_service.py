@@ -186,7 +186,7 @@ def test_the_documentation_shows_every_request(gallery, serve, visit, expect):
         expect(page.locator(".operation h2")).to_have_text(wanted)
         search = page.locator(".operation", has=page.get_by_text("/api/search", exact=True))
         expect(search).to_contain_text("max_error")
-        expect(search).to_contain_text("above 0, below 1; default 0.05")
+        expect(search).to_contain_text("from 1e-9, below 1; default 0.05")
         expect(search.locator("pre")).to_have_text(f"curl -F image=@photo.jpg '{url}api/search'")
         search.locator("summary").click()
         expect(search).to_contain_text("list of FoundItem")

@@ -53,6 +53,7 @@ class Trunk(nn.Module):
         # channels_last halves the time of a training step on a CPU
         self.network = cast(Any, network).to(memory_format=torch.channels_last)
         self.width, self.image_size = width, image_size
+        self.normalisation = mean, deviation  # also known of a model without memory, on the meta device
         for name, values in (("mean", mean), ("deviation", deviation)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
 

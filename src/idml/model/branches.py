@@ -22,9 +22,8 @@ class EnsembleTrunk(Trunk):
 
     def __init__(self, members: list[Trunk]) -> None:
         first = members[0]
-        mean, deviation = (tuple(x.flatten().tolist()) for x in (first.mean, first.deviation))
         networks = nn.ModuleList(member.network for member in members)
-        super().__init__(networks, first.width * len(members), first.image_size, mean, deviation)
+        super().__init__(networks, first.width * len(members), first.image_size, *first.normalisation)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the pooled features of all members [n, members·width]."""
@@ -45,8 +44,7 @@ class AttentionTrunk(Trunk):
     """
 
     def __init__(self, trunk: Trunk, branches: int) -> None:
-        mean, deviation = (tuple(x.flatten().tolist()) for x in (trunk.mean, trunk.deviation))
-        super().__init__(trunk.network, trunk.width * branches, trunk.image_size, mean, deviation)
+        super().__init__(trunk.network, trunk.width * branches, trunk.image_size, *trunk.normalisation)
         self.masked = True
         probe = torch.zeros(1, trunk.mean.shape[1], trunk.image_size, trunk.image_size)
         with torch.no_grad():
