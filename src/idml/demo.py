@@ -95,11 +95,16 @@ def show_search(images: ImageSet, run: Path, out: Path, *, report: Progress, not
 
 
 def split_images(images: ImageSet) -> dict[str, Tensor]:
-    """Return the numbers of the images of each part: collection, known and unknown (queries)."""
+    """Return the numbers of the images of each part: collection, known and unknown (queries).
+
+    Characters that share an image with another one are left out: nobody can tell them apart, and with many of them no
+    small error rate can be promised.
+    """
     groups = _find_twin_groups(images)
+    alone = groups.bincount()[groups] == 1
     order = torch.randperm(int(groups.max()) + 1, generator=random_stream("demo"))
     part = (order * 5) // len(order)  # of each group: 4 is unknown, the others are the collection
-    place = part[groups][images.labels]
+    place = torch.where(alone, part[groups], 5)[images.labels]
     turn = torch.zeros(len(images), dtype=torch.long)  # a random order within each class
     seen: Counter[int] = Counter()
     for i in torch.randperm(len(images), generator=random_stream("demo queries")).tolist():
