@@ -31,6 +31,9 @@ OPERATIONS = [
     ("/api/items/{id}/image", "GET"),
     ("/api/items/{id}/similar", "GET"),
     ("/api/labels", "GET"),
+    ("/api/feedback", "GET"),
+    ("/api/feedback", "POST"),
+    ("/api/feedback/{id}", "DELETE"),
     ("/api/map", "GET"),
     ("/api/search", "POST"),
 ]

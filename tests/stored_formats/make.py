@@ -55,11 +55,10 @@ def main() -> None:
         folder = Path(temporary)
         save_model(model, folder / "run")
         evidence = Evidence(*torch.rand(5, 80))
-        Calibration.fit(evidence, torch.rand(80) > 0.3, labelled=False, model=fingerprint(folder / "run")).save(
-            folder / "run" / "calibration-unlabelled.json"
-        )
+        right, model_file = torch.rand(80) > 0.3, fingerprint(folder / "run")
         with Gallery.create(folder / "gallery", folder / "run") as gallery:
             gallery.add([Upload(picture(n), LABELS[n % 3]) for n in range(5)])
+            gallery.store_calibration(Calibration.fit(evidence, right, labelled=False, model=model_file))
             answers = search(gallery)
         (folder / "expected.json").write_text(json.dumps(answers, indent=1))
         for copy in folder.rglob("vectors-*"):

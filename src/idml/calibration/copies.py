@@ -55,8 +55,8 @@ CHANGES: dict[str, Callable[[Image.Image, random.Random], Image.Image]] = {
 def change_copies(image: Image.Image, count: int, *, seed: object) -> list[Image.Image]:
     """Make ``count`` copies of an RGB image by different kinds of changes, always the same ones for a ``seed``.
 
-    >>> [copy.size for copy in change_copies(Image.new("RGB", (64, 48)), 2, seed=3)]
-    [(64, 48), (64, 48)]
+    >>> [copy.mode for copy in change_copies(Image.new("RGB", (64, 48)), 2, seed=3)]
+    ['RGB', 'RGB']
     """
     chance = random.Random(repr(seed))
     return [CHANGES[kind](image, chance) for kind in chance.sample(sorted(CHANGES), count)]

@@ -440,9 +440,9 @@ def notice_unknown(flagged: int, total: int, *, recognised: float, rejected: flo
     ``recognised`` of the unknown queries and ``rejected`` of the known ones were. None if there are fewer than 20
     queries, if unknown queries are rarely recognised, or if so many flagged ones have a probability of 1 % or more.
 
-    >>> notice_unknown(30, 100, recognised=0.6, rejected=0.04, share=0.25)
-    >>> notice_unknown(48, 100, recognised=0.6, rejected=0.04, share=0.25)
-    0.7857142857142857
+    >>> notice_unknown(20, 100, recognised=0.6, rejected=0.04, share=0.25)
+    >>> round(notice_unknown(48, 100, recognised=0.6, rejected=0.04, share=0.25), 2)
+    0.79
     """
     from scipy.stats import binom
 

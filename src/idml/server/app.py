@@ -219,7 +219,7 @@ def _add_feedback_routes(app: FastAPI, service: Service) -> None:
         "/api/feedback",
         status_code=201,
         response_model=Judgement,
-        **_reading(403, 408, 413, 415, 507),
+        **_reading(403, 408, 409, 413, 415, 507),
         openapi_extra=form,
     )
     async def judge(request: Request) -> Response:
@@ -356,8 +356,8 @@ def _reading(*statuses: int) -> dict[str, Any]:
     return {"responses": _errors(401, 403, *statuses, 422, 429, 500, 503)}
 
 
-def _body(kind: str, required: str, **properties: object) -> dict[str, Any]:
-    schema = {"type": "object", "required": [required], "properties": properties, "additionalProperties": False}
+def _body(kind: str, *required: str, **properties: object) -> dict[str, Any]:
+    schema = {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
     return {"requestBody": {"required": True, "content": {kind: {"schema": schema}}}}
 
 
@@ -367,7 +367,8 @@ def _form(*fields: str) -> dict[str, Any]:
         "label": {"type": "string", **_LABEL_TEXT},
         "verdict": {"type": "string", "enum": ["right", "wrong"]},
     }
-    return _body("multipart/form-data", "image", **{name: kinds[name] for name in fields})
+    required = [name for name in fields if name != "label"]
+    return _body("multipart/form-data", *required, **{name: kinds[name] for name in fields})
 
 
 _LABEL = _body("application/json", "label", label={"type": ["string", "null"], **_LABEL_TEXT})

@@ -135,7 +135,7 @@ class Service:
                     label=label,
                 )
             except ValueError as error:
-                raise ApiError(422, str(error)) from None
+                raise ApiError(409, str(error)) from None  # the label contradicts the verdict
 
         with self._queue_slot():
             async with self._decoders.decode(data) as decoded:

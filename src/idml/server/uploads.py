@@ -99,6 +99,8 @@ def read_clean_image(path: Path) -> bytes:
         if size > _MAX_SERVED:
             raise ApiError(413, f"the file of this item is larger than {_MAX_SERVED:,} bytes")
         data = file.read(_MAX_SERVED)
+    if len(data) != size:
+        raise ApiError(404, "the file of this item changed while it was read")
     try:
         return remove_metadata(data)
     except ValueError:

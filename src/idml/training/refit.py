@@ -79,7 +79,7 @@ def assign_folds(labels: Tensor, learned: Tensor, *, folds: int = 2, seed: int =
     """The fold of each image [n]: classes with a learned image are divided at random, the others are in none (−1).
 
     >>> assign_folds(torch.tensor([0, 0, 1, 2]), torch.tensor([True, False, True, False]))
-    tensor([1, 1, 0, -1])
+    tensor([ 0,  0,  1, -1])
     """
     classes = labels[learned].unique()
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(seed)) % folds
