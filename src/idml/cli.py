@@ -589,4 +589,9 @@ def _export(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if "LOCAL_RANK" in os.environ:  # one of several processes of torchrun or accelerate
+        from idml.training.distributed import end_process
+
+        end_process(status)
+    sys.exit(status)

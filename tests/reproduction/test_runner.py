@@ -314,7 +314,7 @@ import torch
 torch.set_num_threads(1)
 from idml.reproduction.regimes import Regime, Speed
 from idml.reproduction.runner import Measures, load_official_dataset, open_store, run_missing
-from idml.training.distributed import Processes
+from idml.training.distributed import Processes, end_process
 
 base = {
     "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8, "epochs": 1, "batch_size": 8,
@@ -326,6 +326,7 @@ store = open_store(Path(sys.argv[2]), sys.argv[1], Regime("frozen", base, Speed(
 cells = [store.raw_cell(), store.cell("proxy_anchor", {"method": "idml"}, 1e-3, 0)]
 missing = lambda: [cell for cell in cells if store.read(cell) is None]
 run_missing(store, missing, dataset, Measures(), report=lambda row: None, note=lambda line: None)
+end_process(0)
 """
 
 
