@@ -47,7 +47,7 @@ CASES += [("plain", "ranked_list"), *((method, losses_of(method)[-1]) for method
 
 def run(code, *arguments, processes, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(code)
+    script.write_text(f"{code}\nfrom idml.training.distributed import end_process\nend_process(0)\n")
     launch = [sys.executable, str(script)]
     if processes > 1:
         launch = [
