@@ -77,15 +77,7 @@ def distance_weighted(
     weight = log_inverse_density(d, dim).masked_fill(~reachable, -torch.inf)
     weight = (weight - weight.amax(dim=1, keepdim=True)).exp_()  # NaN where there is no negative: not drawn from
     wanted = positive.sum(dim=1) * reachable.any(dim=1)
-    most = int(wanted.max()) if len(wanted) else 0
-    if most == 0:
-        none = torch.empty(0, dtype=torch.long, device=distances.device)
-        return none, none
-    generator = None if seed is None else torch.Generator(distances.device).manual_seed(seed)
-    rows = wanted.nonzero().squeeze(1)
-    drawn = torch.multinomial(weight[rows], most, replacement=True, generator=generator)
-    keep = torch.arange(most, device=drawn.device) < wanted[rows].unsqueeze(1)
-    return rows.unsqueeze(1).expand_as(drawn)[keep], drawn[keep]
+    return _draw(weight, wanted, seed)
 
 
 def histogram_bins(distances: Tensor, bins: int, low: float, high: float) -> Tensor:
@@ -118,11 +110,16 @@ def histogram_negatives(
     candidates = (positive | negative) if whole_batch else negative
     weight = histogram[histogram_bins(distances, len(histogram), low, high)] * candidates
     wanted = positive.sum(dim=1) * (weight.sum(dim=1) > 0)
+    return _draw(weight, wanted, seed)
+
+
+def _draw(weight: Tensor, wanted: Tensor, seed: int | None) -> tuple[Tensor, Tensor]:
+    """Draw ``wanted`` [n] columns of each row with probability ∝ ``weight`` [n, m]; return their rows and columns."""
     most = int(wanted.max()) if len(wanted) else 0
     if most == 0:
-        none = torch.empty(0, dtype=torch.long, device=distances.device)
+        none = torch.empty(0, dtype=torch.long, device=weight.device)
         return none, none
-    generator = None if seed is None else torch.Generator(distances.device).manual_seed(seed)
+    generator = None if seed is None else torch.Generator(weight.device).manual_seed(seed)
     rows = wanted.nonzero().squeeze(1)
     drawn = torch.multinomial(weight[rows], most, replacement=True, generator=generator)
     keep = torch.arange(most, device=drawn.device) < wanted[rows].unsqueeze(1)
