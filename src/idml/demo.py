@@ -1,8 +1,8 @@
 """`idml demo`: train on glyphs, compare with the paper's method, then index, calibrate and search a collection.
 
 For the search, the test classes that share no image with another one are split: four fifths are the collection, the
-rest are queries whose class is not in it. Two images of each class of the collection are queries too. The gallery is calibrated
-on itself, so no query was used for calibration.
+rest are queries whose class is not in it. Two images of each class of the collection are queries too. The gallery is
+calibrated on itself, so no query was used for calibration.
 """
 
 import html
