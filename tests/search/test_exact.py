@@ -39,13 +39,14 @@ def lattice(noise, n, width):
 @given(
     seed=st.integers(0, 10**6),
     n=st.integers(1, 60) | st.integers(100, 300),
-    queries=st.integers(0, 9),
+    queries=st.integers(0, 9) | st.just(1),
     k=st.integers(1, 5) | st.integers(6, 70),
     metric=st.sampled_from(METRICS),
     sizes=st.sampled_from([(1 << 24, 256, 1 << 20, 1 << 21), (64, 4, 100, 0), (7, 2, 1, 0), (1, 1, 1, 1)]),
     dead=st.sampled_from([0, 0.1, 0.5, 1]),
+    block=st.sampled_from([1, 2, 64]),
 )
-def test_lattice_with_ties(seed, n, queries, k, metric, sizes, dead):
+def test_lattice_with_ties(seed, n, queries, k, metric, sizes, dead, block):
     noise = np.random.default_rng(seed)
     q, g = (RowVectors.of(lattice(noise, m, 3), lattice(noise, m, 2)) for m in (queries, n))
     hidden = noise.random(n) < dead
@@ -54,6 +55,7 @@ def test_lattice_with_ties(seed, n, queries, k, metric, sizes, dead):
     with pytest.MonkeyPatch.context() as patch:
         for name, size in zip(("_CHUNK", "_QUERIES", "_LIST", "_MAPPED"), sizes, strict=True):
             patch.setattr(exact, name, size)
+        patch.setattr(exact, "_BLOCK", block)  # 1: a single query has a way of its own even among few rows
         rows, distances = ExactSearch(q, g, metric).top(k)
     for i in range(queries):
         live = np.flatnonzero(~hidden)
@@ -61,6 +63,23 @@ def test_lattice_with_ties(seed, n, queries, k, metric, sizes, dead):
         order = np.lexsort([live, expected.round(12)])[:k]
         assert rows[i].tolist() == live[order].tolist()
         np.testing.assert_allclose(distances[i].numpy(), expected[order], rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("copies", [1, 50])
+def test_one_query_among_many_rows_is_answered_as_in_a_batch(copies):
+    noise = np.random.default_rng(copies)
+    some = noise.standard_normal((6000 // copies, 32)).astype(np.float32)
+    rows = np.concatenate([some] * copies)[noise.permutation(6000)]
+    dead = noise.random(6000) < 0.3
+    rows[dead] = np.nan
+    items = RowVectors.of(rows, rows[:, :0])
+    items = RowVectors(items.s, np.where(dead, np.inf, items.s_squares), items.u, items.u_squares)
+    queries = noise.standard_normal((8, 32)).astype(np.float32)
+    together = ExactSearch(RowVectors.of(queries, queries[:, :0]), items, None).top(12)
+    for i in range(8):
+        alone = ExactSearch(RowVectors.of(queries[i : i + 1], queries[:1, :0]), items, None).top(12)
+        assert torch.equal(alone[0][0], together[0][i])
+        assert torch.equal(alone[1][0], together[1][i])
 
 
 @pytest.mark.parametrize("metric", METRICS)

@@ -310,6 +310,9 @@ _QUERIES = 256  # queries at a time: more would not make the product faster
 _LIST = 1 << 20  # pairs listed at a time
 _WIDE = 256  # rows in float64 at a time: what a process has used once it keeps
 _MAPPED = 1 << 21  # numbers of a room, above which it is mapped: 8 MB
+_BLOCK = 64  # bounds of one query that one minimum stands for
+_FEW = 4  # fewer queries are limited by memory alone
+_SERIAL = 1 << 15  # numbers that torch works on in one thread
 _SHARE = 1 << 21  # numbers that are worth a thread: 8 MB
 _DOTS = getattr(np, "vecdot", np.matmul)  # numpy 1 has none
 LARGEST = 1e15  # squares of larger numbers leave float32
@@ -331,6 +334,11 @@ class RowVectors:
     def of(cls, s: Rows, u: Rows) -> "RowVectors":
         """Rows with their lengths."""
         return cls(s, squares(s), u, squares(u))
+
+    @cached_property
+    def finite(self) -> int:
+        """How many rows may be found."""
+        return int(np.isfinite(self.s_squares).sum())
 
     @cached_property
     def s_low(self) -> Tensor:
@@ -364,19 +372,49 @@ class ExactSearch:
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """Rows and distances [n, min(k, items)] of the k nearest items of every query."""
-        k = min(k, int(np.isfinite(self.items.s_squares).sum()))
+        k = min(k, self.items.finite)
         n = len(self.queries.s)
         rows, keys = torch.empty(n, k, dtype=torch.long), torch.empty(n, k, dtype=torch.float64)
         for first in range(0, n if k else 0, _QUERIES):
             part = torch.arange(first, min(first + _QUERIES, n))
+            if n == 1 and self.metric is None and len(self.items.s) >= _BLOCK * 4 * _extended(k):
+                return self._nearest_of_one(k)
             rows[part], keys[part], unsure = self._part(part, k)
             for some in unsure.split(max(1, _LIST // len(self.items.s))) if len(unsure) else ():
                 rows[some], keys[some] = self._measured(some, keys[some, -1], k)
         return rows, (keys.sqrt() if self.metric is None else (0.5 * keys).exp()).float()
 
+    def _nearest_of_one(self, k: int) -> tuple[Tensor, Tensor]:
+        """What `top` returns for one query without a metric, by fewer operations: many rows make each of them slow.
+
+        The ``longer``-th smallest of the minima of blocks is not below the ``longer``-th smallest bound. So the rows
+        with bounds up to it hold the k and a few more. They are measured; then every row that may be as near as the
+        k-th of them is measured too.
+        """
+        items, query = self.items, self.queries.s[0]
+        bounds = np.empty(len(items.s), np.float32)
+        _dots(query[None], items.s, bounds[None])
+        bounds *= -2
+        bounds += items.s_low.numpy()
+        whole = len(bounds) // _BLOCK * _BLOCK
+        minima = np.fmin.reduce(bounds[:whole].reshape(-1, _BLOCK), axis=1)  # rows that must not be found may hold NaN
+        limit, measured = np.fmin(np.partition(minima, _extended(k))[_extended(k)], np.finfo(np.float32).max), -1
+        while True:
+            rows = np.flatnonzero(bounds <= limit)
+            if len(rows) == measured:
+                break
+            measured, keys = len(rows), _exact_squares_of_one(query, items.s, rows)
+            order = np.argsort(keys, kind="stable")[:k]
+            furthest = keys[order[-1]] - float(self.queries.s_low)
+            needed = np.nextafter(np.float32(furthest), np.float32(np.inf))  # rounded up
+            if needed < limit:
+                break
+            limit = needed
+        return torch.from_numpy(rows[order])[None], torch.from_numpy(np.sqrt(keys[order])).float()[None]
+
     def _part(self, part: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows and keys [r, k] of some queries, and which of them might be wrong."""
-        longer = k + max(8, k // 8)
+        longer = _extended(k)
         lows, rows = torch.empty(len(part), 0), torch.empty(len(part), 0, dtype=torch.long)
         for first, bounds in self._blocks(part):
             low, row = bounds.topk(min(longer, bounds.shape[1]), dim=1, largest=False, sorted=False)
@@ -421,10 +459,10 @@ class ExactSearch:
         for first in range(0, count, step):
             rows = slice(first, min(first + step, count))
             gap = self._product(self._rooms[0], self.queries.s[part.numpy()], self.items.s[rows])
-            torch.add(self.items.s_low[rows], gap, alpha=-2, out=gap)
+            add_scaled(self.items.s_low[rows], gap, -2)
             if self.metric is not None:
                 spread = self._product(self._rooms[1], self.queries.u[part.numpy()], self.items.u[rows])
-                torch.add(self.items.u_high[rows], spread, alpha=2, out=spread)
+                add_scaled(self.items.u_high[rows], spread, 2)
                 for i in range(0, len(part), lines := max(1, (1 << 18) // step)):
                     some = slice(i, i + lines)
                     plus = self.queries.u_high[part[some]].unsqueeze(1)
@@ -435,7 +473,7 @@ class ExactSearch:
     @staticmethod
     def _product(room: Rows, a: Rows, b: Rows) -> Tensor:
         out = room[: len(a) * len(b)].reshape(len(a), len(b))
-        if len(a) < 4:
+        if len(a) < _FEW:
             _dots(a, b, out)
         else:
             np.matmul(a, b.T, out=out)
@@ -449,6 +487,37 @@ class ExactSearch:
             return square
         other = exact_squares(torch.from_numpy(queries.u), torch.from_numpy(items.u), rows, index, +1)
         return exact_keys(square, other, self.metric)
+
+
+def _extended(k: int) -> int:
+    """How many rows are measured at least to find k."""
+    return k + max(8, k // 8)
+
+
+def _exact_squares_of_one(query: Rows, items: Rows, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`exact_squares` of one query and some rows, in numpy."""
+    out = np.empty(len(rows))
+    for first in range(0, len(rows), _WIDE):
+        gap = items[rows[first : first + _WIDE]].astype(np.float64)
+        gap -= query
+        np.einsum("ij,ij->i", gap, gap, out=out[first : first + _WIDE])
+    mantissa, exponent = np.frexp(out)
+    squares: NDArray[np.float64] = np.ldexp(np.rint(mantissa * 2.0**40) * 2.0**-40, exponent)
+    return squares
+
+
+def add_scaled(row: Tensor, to: Tensor, factor: float) -> None:
+    """to ← row + factor·to, for [m] and [r, m].
+
+    Of few rows it takes pieces that torch works on in one thread: its threads wait for each other longer than the sum
+    takes, several milliseconds where they have been asleep.
+    """
+    if len(to) >= _FEW:
+        torch.add(row, to, alpha=factor, out=to)
+        return
+    for line in to:
+        for piece, own in zip(line.split(_SERIAL), row.split(_SERIAL), strict=True):
+            torch.add(own, piece, alpha=factor, out=piece)
 
 
 def _room(size: int) -> Rows:

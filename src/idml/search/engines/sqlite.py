@@ -276,7 +276,7 @@ class SqliteEngine(Engine):
             with self._reading() as (connection, table):
                 items = self._vectors.searched(connection, table, metric is not None)
             rows, distances = ExactSearch(side, items, metric).top(k)
-            if self._intact(table, items, rows.unique().numpy()):
+            if self._intact(table, items, np.unique(rows.numpy())):
                 return Found([[table.ids[row] for row in line] for line in rows.tolist()], distances)
 
     def verify(self) -> list[Problem]:
