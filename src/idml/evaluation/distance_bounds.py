@@ -393,11 +393,10 @@ class ExactSearch:
         """
         items, query = self.items, self.queries.s[0]
         bounds = np.empty(len(items.s), np.float32)
-        _dots(query[None], items.s, bounds[None])
-        bounds *= -2
+        _dots(-2 * query[None], items.s, bounds[None])  # a power of two rounds nothing
         bounds += items.s_low.numpy()
         whole = len(bounds) // _BLOCK * _BLOCK
-        minima = np.fmin.reduce(bounds[:whole].reshape(-1, _BLOCK), axis=1)  # rows that must not be found may hold NaN
+        minima = np.fmin.reduce(bounds[:whole].reshape(_BLOCK, -1), axis=0)  # rows that must not be found may hold NaN
         limit, measured = np.fmin(np.partition(minima, _extended(k))[_extended(k)], np.finfo(np.float32).max), -1
         while True:
             rows = np.flatnonzero(bounds <= limit)
