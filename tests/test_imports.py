@@ -12,12 +12,13 @@ import idml
 
 SOURCE = Path(idml.__file__).parent
 CORE = {"embeddings", "labels", "metric", "pairwise", "mining", "losses"}
-TOOLS = {"errors", "progress", "files", "compat", "report_html", "version"}
+TOOLS = {"errors", "parallel", "progress", "files", "compat", "report_html", "version"}
 MAY_IMPORT = {
     **{part: CORE | {"errors"} for part in CORE},
     "pml": CORE,
     "errors": set(),
     "version": set(),
+    "parallel": set(),
     "progress": {"errors"},
     "files": {"errors", "progress"},
     "compat": {"errors"},

@@ -4,8 +4,10 @@ Time and memory of decoding are bounded by counts that are checked first: bytes 
 (each scan of a few bytes may visit every pixel). So the time is at most a constant times (bytes + pixels · scans).
 """
 
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
@@ -24,6 +26,8 @@ MIN_SIDE = 512
 _BLOCK = 1 << 18  # pixels that are converted at a time
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
+_warnings_lock = threading.Lock()
+_decoding: list[warnings.catch_warnings[None]] = []  # one for each thread that decodes now
 Refusal = Literal["format", "size", "content"]
 
 
@@ -60,8 +64,7 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_
 def decode_with_format(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_SIDE) -> Decoded:
     """Decode an image and tell its format; an image that cannot be read is a `RefusedImage`. See `decode_image`."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a decoder's warnings do not name the file
+        with _without_warnings():  # a decoder's warnings do not name the file
             if not isinstance(file, str | Path):
                 return _decode(file, min_side)
             with open(file, "rb") as stream:
@@ -76,6 +79,23 @@ def decode_with_format(file: str | Path | BinaryIO, name: str, *, min_side: int 
         large = isinstance(error, Image.DecompressionBombError)
         kind: Refusal = error.kind if isinstance(error, RefusedImage) else "size" if large else "content"
         raise RefusedImage(kind, f"cannot read the image {name!r}: {reason}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore warnings as long as any thread decodes. (`warnings.catch_warnings` is not made for threads.)"""
+    with _warnings_lock:
+        _decoding.append(warnings.catch_warnings())
+        if len(_decoding) == 1:
+            _decoding[0].__enter__()
+            warnings.simplefilter("ignore")
+    try:
+        yield
+    finally:
+        with _warnings_lock:
+            last = _decoding.pop()  # the first one is popped last
+            if not _decoding:
+                last.__exit__(None, None, None)
 
 
 def _decode(file: BinaryIO, min_side: int) -> Decoded:

@@ -5,7 +5,9 @@ read. It is complete or absent, and several processes may ask for it at once (`i
 """
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 from idml.data.datasets import ImageSet
+from idml.data.sources import Source
 from idml.files import cache_folder, cached_array, write_atomic
+from idml.parallel import run_in_threads
 from idml.progress import Count
 
 _VERSION = 2
+_MAX_THREADS = 8  # each may hold a decoded image of 200 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,15 +81,23 @@ def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progres
     """Fill the array; return which images could not be read, and why."""
     side = array.shape[1]
     broken: dict[int, str] = {}
-    for i, source in enumerate(images.sources):
+
+    def decode(source: Source) -> Image.Image | str:
         try:
-            image = source.decode(min_side=side).resize((side, side), Image.Resampling.BILINEAR)
-            array[i] = np.asarray(image)
+            return source.decode(min_side=side).resize((side, side), Image.Resampling.BILINEAR)
         except (ValueError, OSError) as error:
-            broken[i] = str(error)
-            _require_few(broken, max_broken, images)
-        if progress is not None:
-            progress(i + 1, len(images))
+            return str(error)
+
+    threads = min(_MAX_THREADS, torch.get_num_threads())
+    with closing(run_in_threads((partial(decode, source) for source in images.sources), threads)) as decoded:
+        for i, image in enumerate(decoded):
+            if isinstance(image, str):
+                broken[i] = image
+                _require_few(broken, max_broken, images)
+            else:
+                array[i] = np.asarray(image)
+            if progress is not None:
+                progress(i + 1, len(images))
     return broken
 
 

@@ -147,8 +147,9 @@ def _evaluate(
             note(line)
 
     count_images = partial(image_counter, progress)
+    ahead = (1 + len(views)) * len(dataset.test) + len(dataset.train) + len(dataset.gallery or ())
     loaded = [
-        EvaluatedModel.load(path, dataset, metric, count_images, keep)
+        EvaluatedModel.load(path, dataset, metric, count_images, keep, ahead)
         for path, metric in zip(runs, metrics, strict=True)
     ]
     candidate, config = loaded[0], loaded[0].model.config
@@ -248,10 +249,18 @@ class EvaluatedModel:
     gallery: Pixels | None
     metric: IntrospectiveMetric | None
     count_images: ImageCounter
+    ahead: int = 0
+    """How many images the trunk will see in all views, if that is known."""
 
     @classmethod
     def load(
-        cls, run: Path, dataset: Dataset, metric: IntrospectiveMetric | None, count_images: ImageCounter, note: Note
+        cls,
+        run: Path,
+        dataset: Dataset,
+        metric: IntrospectiveMetric | None,
+        count_images: ImageCounter,
+        note: Note,
+        ahead: int = 0,
     ) -> "EvaluatedModel":
         """Load the model of a run, and the test images at its size."""
         model = load_model(run)
@@ -259,7 +268,8 @@ class EvaluatedModel:
             raise ValueError(f"{run}: the introspective metric needs u, but this model has Gaussian embeddings")
         model.to("cuda" if torch.cuda.is_available() else "cpu")
         gallery = None if dataset.gallery is None else load_model_pixels(model, dataset.gallery, count_images, note)
-        loaded = cls(model, load_model_pixels(model, dataset.test, count_images, note), gallery, metric, count_images)
+        queries = load_model_pixels(model, dataset.test, count_images, note)
+        loaded = cls(model, queries, gallery, metric, count_images, ahead)
         found = loaded.gallery_labels.bincount(minlength=len(dataset.test.classes))[loaded.labels]
         if not bool((found > (1 if gallery is None else 0)).any()):  # checked before anything is embedded
             raise ValueError(
@@ -287,7 +297,8 @@ class EvaluatedModel:
         """Embed the queries (or other images) in a view; returns their features and embeddings, all finite."""
         pixels = pixels or self.queries
         images = pixels.images
-        features = load_features(self.model, pixels, view, progress=self.count_images(f"of {images.name}, {view}"))
+        count = self.count_images(f"of {images.name}, {view}")
+        features = load_features(self.model, pixels, view, images=self.ahead, progress=count)
         embeddings = self.model.embed_features(features)
         sound = [x.isfinite().all(dim=1) for x in (features, embeddings.semantic, embeddings.uncertainty)]
         bad = (~torch.stack(sound).all(dim=0)).nonzero().flatten()

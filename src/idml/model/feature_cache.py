@@ -1,7 +1,8 @@
 """A cache of what a trunk computes from the images of a data set: computed once for each trunk, view and runtime."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from idml.embeddings import Embeddings
 from idml.files import cache_folder, cached_array
 from idml.model.inference import TrunkSession, export_pays
 from idml.model.model import Model, evaluation_mode, hash_weights
+from idml.parallel import run_in_threads
 from idml.progress import Count, silent
 
 VERSION = 2
@@ -49,6 +51,7 @@ class FeatureCache:
         self._open()
         if self.session is not None:
             return self.session.features(images).numpy()
+        images = images.to(self.model.device)
         with evaluation_mode(self.model.trunk):
             if self.last:
                 out = self.model.stages.activations(images)
@@ -59,6 +62,19 @@ class FeatureCache:
             what = "activations before the trunk's last stage" if self.last else "features of the trunk's positions"
             raise ValueError(f"the {what} do not fit float16")
         return rows
+
+    def compute_all(self, batches: Iterable[Callable[[], Tensor]]) -> Iterator[NDArray[Any]]:
+        """Yield the rows of batches of images, each made by a function.
+
+        With ONNX Runtime, threads make batches and compute rows, one thread for each core: no core waits while another
+        one prepares images. With torch, one thread does: the trunk is set to evaluation mode meanwhile.
+        """
+        self._open()
+        threads = 1 if self.session is None else torch.get_num_threads()
+        return run_in_threads((partial(self._compute_batch, batch) for batch in batches), threads)
+
+    def _compute_batch(self, batch: Callable[[], Tensor]) -> NDArray[Any]:
+        return self.compute(batch())
 
     def load_rows(
         self,
@@ -80,11 +96,13 @@ class FeatureCache:
 
     def load_view(self, pixels: Pixels, view: View = CLEAN, progress: Count = silent) -> NDArray[Any]:
         """Return the rows of the usable images in a view, from the cache or computed now."""
-        usable, size, device = pixels.usable, self.model.trunk.image_size, self.model.device
+        usable, size = pixels.usable, self.model.trunk.image_size
 
         def fill(array: NDArray[Any]) -> None:
-            for part in torch.arange(len(usable)).split(64):
-                array[part.numpy()] = self.compute(view.images(pixels, usable[part], size).to(device))
+            parts = torch.arange(len(usable)).split(64)
+            batches = (partial(view.images, pixels, usable[part], size) for part in parts)
+            for part, rows in zip(parts, self.compute_all(batches), strict=True):
+                array[part.numpy()] = rows
                 progress(int(part[-1]) + 1, len(usable))
 
         return self.load_rows("features", pixels, (size, view), (len(usable),), fill)
@@ -111,13 +129,18 @@ class FeatureCache:
 
 def compute_features(model: Model, images: Tensor) -> Tensor:
     """Compute the trunk's features of images, without a cache."""
-    cache, device = FeatureCache(model, images=len(images)), model.device
-    return torch.cat([torch.from_numpy(cache.compute(part.to(device))) for part in images.split(64)])
+    cache = FeatureCache(model, images=len(images))
+    return torch.cat([torch.from_numpy(cache.compute(part)) for part in images.split(64)])
 
 
-def load_features(model: Model, pixels: Pixels, view: View = CLEAN, *, progress: Count = silent) -> Tensor:
-    """Return the trunk's features of the usable images in a view [n, width], from the cache or computed now."""
-    cache = FeatureCache(model, images=len(pixels.usable))
+def load_features(
+    model: Model, pixels: Pixels, view: View = CLEAN, *, images: int = 0, progress: Count = silent
+) -> Tensor:
+    """Return the trunk's features of the usable images in a view [n, width], from the cache or computed now.
+
+    ``images`` is the number of images ahead for this trunk, if there are more than these.
+    """
+    cache = FeatureCache(model, images=max(images, len(pixels.usable)))
     return torch.from_numpy(cache.load_view(pixels, view, progress).copy())
 
 
@@ -129,25 +152,28 @@ def embed_view(
     keep: bool,
     last: bool = False,
     outputs: bool = False,
+    images: int = 0,
     progress: Count = silent,
 ) -> Embeddings:
     """Embed the usable images in a view.
 
     With ``keep`` the trunk's features are stored in the cache; with ``last`` too, the inputs of its last stage. Without
     ``keep``, a model in training mode is not exported: its weights change with the next step. With ``outputs`` the
-    result is what a loss reads (`Model.outputs`) instead of the embeddings.
+    result is what a loss reads (`Model.outputs`) instead of the embeddings. ``images`` is as in `load_features`.
     """
-    images, size, device = len(pixels.usable), model.trunk.image_size, model.device
+    count, size = len(pixels.usable), model.trunk.image_size
+    images = max(images, count)
     if keep and last:
         rows = FeatureCache(model, images=images, last=True).load_view(pixels, view, progress)
         batches = (torch.from_numpy(rows[i : i + 256].copy()) for i in range(0, len(rows), 256))
         return model.embed_activations(batches, outputs=outputs)
     if keep and not (outputs and model.config.maps):
-        return model.embed_features(load_features(model, pixels, view, progress=progress), outputs=outputs)
+        features = load_features(model, pixels, view, images=images, progress=progress)
+        return model.embed_features(features, outputs=outputs)
     grid = model.config.maps if outputs else 0
     cache, parts = FeatureCache(model, images=0 if model.training else images, keep=False, grid=grid), []
-    for numbers in pixels.usable.split(64):
-        features = cache.compute(view.images(pixels, numbers, size).to(device))
-        parts.append(model.embed_features(torch.from_numpy(features).float(), outputs=outputs))
-        progress(sum(map(len, parts)), images)
+    batches = (partial(view.images, pixels, numbers, size) for numbers in pixels.usable.split(64))
+    for rows in cache.compute_all(batches):
+        parts.append(model.embed_features(torch.from_numpy(rows).float(), outputs=outputs))
+        progress(sum(map(len, parts)), count)
     return Embeddings.cat(parts)

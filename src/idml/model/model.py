@@ -26,6 +26,7 @@ from idml.model.backbones import (
     build_trunk,
     check_tensors,
     find_form,
+    packaged_weights,
     read_safetensors,
     read_weights,
 )
@@ -34,6 +35,8 @@ from idml.model.heads import LinearHead, Slices, build_head
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
+PACKAGED_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+PACKAGED_FINGERPRINT = "30b1cd7dd80b5107"  # `hash_weights` of the trunk with the weights of that file
 LEARNED = "learned.json"  # beside the model file: the checksums of the images that the run learned from
 LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
 LOG_VARIANCE_RANGE = (-14.0, 4.0)
@@ -513,7 +516,15 @@ def fingerprint(path: str | Path) -> str:
 
 def fingerprint_of(run: str | Path) -> str:
     """Return the fingerprint of the model in ``run``, which may be the word ``pretrained``."""
-    return pretrained_trunk()[1] if str(run) == PRETRAINED else fingerprint(run)
+    return pretrained_fingerprint() if str(run) == PRETRAINED else fingerprint(run)
+
+
+@lru_cache(maxsize=1)
+def pretrained_fingerprint() -> str:
+    """Return the hash of the default trunk's name and weights; for the known file of weights, without building it."""
+    with packaged_weights().open("rb") as content:
+        known = hashlib.file_digest(content, "sha256").hexdigest() == PACKAGED_SHA256
+    return PACKAGED_FINGERPRINT if known else hash_weights(pretrained_trunk(), PACKAGED)
 
 
 def hash_weights(module: nn.Module, what: str) -> str:
@@ -525,10 +536,9 @@ def hash_weights(module: nn.Module, what: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def pretrained_trunk() -> tuple[Trunk, str]:
-    """Return the default trunk with its pretrained weights, and a hash of its name and weights."""
-    trunk = build_trunk(PACKAGED, pretrained=True).eval()
-    return trunk.to(best_device()), hash_weights(trunk, PACKAGED)
+def pretrained_trunk() -> Trunk:
+    """Return the default trunk with its pretrained weights."""
+    return build_trunk(PACKAGED, pretrained=True).eval().to(best_device())
 
 
 def best_device() -> str:

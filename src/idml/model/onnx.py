@@ -222,6 +222,8 @@ def open_session(data: bytes) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 4  # errors are raised instead
+    # waiting threads sleep: other work, such as decoding the next images, needs the cores
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
         return runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # it has many exception types of its own

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -42,6 +43,8 @@ class Embedder(Protocol):
     """Dimensions of s."""
     uncertainty: int
     """Dimensions of u; 0 if the model has no u."""
+    batch: int
+    """How many images are best embedded together."""
 
     def embed(self, images: Sequence[Image.Image]) -> Embeddings:
         """Embed one or more RGB images, as `decode_image` returns them; the result is on the CPU."""
@@ -94,9 +97,12 @@ def _open_torch(run: str | Path) -> "_RunEmbedder | _PretrainedEmbedder":
 class _RunEmbedder:
     """The model of a run, run by torch."""
 
+    batch = BATCH
+
     def __init__(self, run: Path) -> None:
         path = run / FILE if run.is_dir() else run
         self.fingerprint = fingerprint(path)
+        self._lock = threading.Lock()  # torch uses all cores for one batch: two at once are slower
         self._model: Model = load_model(path)
         self.trunk = self._model.trunk
         self.dimensions = self.uncertainty = self._model.config.embedding_dim
@@ -108,14 +114,19 @@ class _RunEmbedder:
 
     def embed(self, images: Sequence[Image.Image]) -> Embeddings:
         """Embed RGB images."""
-        return Embeddings.cat([self._model.embed(batch) for batch in _batches(images, self._prepare)])
+        batches = _batches(images, self._prepare)
+        with self._lock:
+            return Embeddings.cat([self._model.embed(batch) for batch in batches])
 
 
 class _PretrainedEmbedder:
     """The default trunk: its features are s, and there is no u."""
 
+    batch = BATCH
+
     def __init__(self) -> None:
-        self.trunk, self.fingerprint = pretrained_trunk()
+        self.trunk, self.fingerprint = pretrained_trunk(), fingerprint_of(PRETRAINED)
+        self._lock = threading.Lock()  # as in `_RunEmbedder`
         self.dimensions, self.uncertainty = self.trunk.width, 0
 
     @torch.no_grad()
@@ -123,7 +134,8 @@ class _PretrainedEmbedder:
         """Compute the features of RGB images."""
         device, size = self.trunk.mean.device, self.trunk.image_size
         batches = _batches(images, lambda image: prepare_image(image, size))
-        return Embeddings.certain(torch.cat([self.trunk(batch.to(device) / 255).cpu() for batch in batches]))
+        with self._lock:
+            return Embeddings.certain(torch.cat([self.trunk(batch.to(device) / 255).cpu() for batch in batches]))
 
 
 def _batches(images: Sequence[Image.Image], prepare: Callable[[Image.Image], Tensor]) -> list[Tensor]:
@@ -143,6 +155,8 @@ class OnnxEmbedder:
     Otherwise a stored one is used if it was exported from this model, or the model is exported now. The fingerprint is
     that of the torch embedder, so both can search the same galleries.
     """
+
+    batch = ONNX_BATCH
 
     def __init__(self, run: str | Path, file: OnnxFile | None = None) -> None:
         self.fingerprint = fingerprint_of(run)

@@ -2,23 +2,33 @@
 
 The path of an item is the name of the folder in the gallery (`ImageRoots`) and the path below the folder; its id is a
 hash of that path. Its label is the first sub-folder of the path, if there is one. Hidden files, files without the
-extension of an image, and links to folders are skipped. Files are read in the order of their names, 64 at a time, and
-each 64 are stored together: a kill loses at most the last 64, and the next run continues from there.
+extension of an image, and links to folders are skipped. Files are read in the order of their names, and each 64 are
+stored together: a kill loses at most the last 64, and the next run continues from there.
+
+Threads work on a few files each, one thread for each core: they read, decode and embed them. So no core waits while
+another one decodes, and the main thread only stores what they have made.
 """
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import torch
+
 from idml.data.layouts import EXTENSIONS
+from idml.embeddings import Embeddings
+from idml.parallel import run_in_threads
 from idml.progress import Count, Note, silent
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
-from idml.search.uploads import Upload, embed_uploads, find_intact
+from idml.search.uploads import EmbeddedImages, Upload, embed_uploads, find_intact
 
 _BATCH = 64
+_MAX_THREADS = 8  # each may hold a decoded image of 200 MB
 _MAX_BYTES = 1 << 30  # a larger file is not an image
 _MAX_NAMED = 20  # unreadable images that get a line of their own
 
@@ -65,10 +75,8 @@ def index_folder(
             f"the folder {str(folder)!r} contains no image, but the gallery has {len(before)} from it: nothing was "
             "changed (to remove them, use idml gallery remove)"
         )
-    indexer = _Indexer(gallery, root, prefix, before, note)
-    for start in range(0, len(listing.names), _BATCH):
-        indexer.add_files(listing.names[start : start + _BATCH])
-        progress(min(start + _BATCH, len(listing.names)), len(listing.names))
+    indexer = _Indexer(gallery, root, prefix, before, progress, note)
+    indexer.add_files(listing.names)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"the folder {str(folder)!r} is gone; what was read is kept, nothing was removed")
     unreadable = tuple(prefix + name for name in listing.unreadable)
@@ -132,6 +140,19 @@ def _root_name(gallery: Gallery, root: str) -> str:
 
 
 @dataclass
+class _Group:
+    """What a thread has made of some files: new items, and the paths of items that stay as they are."""
+
+    files: int
+    items: list[Item] = field(default_factory=list)
+    embedded: EmbeddedImages = field(default_factory=lambda: EmbeddedImages([], None, []))
+    unchanged: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """Why files were skipped."""
+
+
+@dataclass
 class _Indexer:
     """Adds files to a gallery and counts them. ``seen`` are the paths of the items that stay."""
 
@@ -139,6 +160,7 @@ class _Indexer:
     root: str
     prefix: str
     before: dict[str, Item]
+    progress: Count
     note: Note
     seen: set[str] = field(default_factory=set)
     new: int = 0
@@ -147,52 +169,82 @@ class _Indexer:
     broken: int = 0
 
     def add_files(self, names: Sequence[str]) -> None:
-        """Add some files in one change."""
-        paths = [self.prefix + name for name in names]
-        known = {path for path in paths if path in self.before}
-        if self.gallery.roots is not None:  # Milvus checks its own storage
-            intact = find_intact(self.gallery.engine, [self.before[path].id for path in known])
-            known = {path for path in known if self.before[path].id in intact}
-        items: list[Item] = []
+        """Add files, each 64 of them in one change."""
+        threads = min(_MAX_THREADS, torch.get_num_threads())
+        done, waiting = 0, list[_Group]()
+        with closing(run_in_threads(self._jobs(names), threads)) as groups:
+            for group in groups:
+                done += group.files
+                waiting.append(group)
+                if done % _BATCH == 0 or done == len(names):
+                    self._store(waiting)
+                    waiting = []
+                    self.progress(done, len(names))
+
+    def _jobs(self, names: Sequence[str]) -> Iterator[Callable[[], _Group]]:
+        """Divide files into groups as large as the embedder likes them; no group is in two changes."""
+        size = min(_BATCH, self.gallery.embedder.batch)
+        for start in range(0, len(names), _BATCH):
+            batch = names[start : start + _BATCH]
+            known = {path for name in batch if (path := self.prefix + name) in self.before}
+            if self.gallery.roots is not None:  # Milvus checks its own storage
+                intact = find_intact(self.gallery.engine, [self.before[path].id for path in known])
+                known = {path for path in known if self.before[path].id in intact}
+            for i in range(0, len(batch), size):
+                yield partial(self._embed_files, batch[i : i + size], known)
+
+    def _embed_files(self, names: Sequence[str], known: set[str]) -> _Group:
+        """Read files and embed those that are new or changed. Several threads do this at once."""
+        group = _Group(len(names))
 
         def changed_files() -> Iterator[Upload]:
-            for name, path in zip(names, paths, strict=True):
-                if (image := self._read_file(name, path)) is None:
+            for name in names:
+                path = self.prefix + name
+                if (image := self._read_file(name, path, group)) is None:
                     continue
                 if path in known and self.before[path].checksum == image.checksum:
-                    self.seen.add(path)
-                    self.unchanged += 1
+                    group.unchanged.append(path)
                     continue
-                items.append(Item(path, image.checksum, _label_of(name), _id_of(path)))
+                group.items.append(Item(path, image.checksum, _label_of(name), _id_of(path)))
                 yield image
 
-        embedded = embed_uploads(self.gallery.embedder, changed_files(), lambda position, error: self._skip(str(error)))
-        if embedded.embeddings is not None:
-            chosen = [items[position] for position in embedded.positions]
-            added = self.gallery.add_embedded(chosen, embedded.embeddings, embedded.thumbnails)
-            self.new, self.replaced = self.new + added.new, self.replaced + added.replaced
-            self.unchanged += added.unchanged
-            self.seen.update(item.path for item in chosen)
+        group.embedded = embed_uploads(
+            self.gallery.embedder, changed_files(), lambda position, error: group.broken.append(str(error))
+        )
+        return group
 
-    def _read_file(self, name: str, path: str) -> Upload | None:
+    def _read_file(self, name: str, path: str, group: _Group) -> Upload | None:
         """Read a file; None if that fails. Only the item of a file that no longer exists is removed."""
         file = os.path.join(self.root, name)
         try:
             if os.path.getsize(file) <= _MAX_BYTES:
                 with open(file, "rb") as content:
                     return Upload(content.read(_MAX_BYTES), name=name)
-            self._skip(f"cannot read the image {name!r}: it is larger than {_MAX_BYTES:,} bytes")
+            group.broken.append(f"cannot read the image {name!r}: it is larger than {_MAX_BYTES:,} bytes")
         except FileNotFoundError:
             pass
         except OSError as error:
-            self.seen.add(path)
-            self._skip(f"cannot read the image {name!r}: {error.strerror}")
+            group.unreadable.append(path)
+            group.broken.append(f"cannot read the image {name!r}: {error.strerror}")
         return None
 
-    def _skip(self, reason: str) -> None:
-        self.broken += 1
-        if self.broken <= _MAX_NAMED:
-            self.note(reason)
+    def _store(self, groups: Sequence[_Group]) -> None:
+        """Add what is new in one change, and count."""
+        chosen = [group.items[position] for group in groups for position in group.embedded.positions]
+        if chosen:
+            embeddings = [group.embedded.embeddings for group in groups if group.embedded.embeddings is not None]
+            thumbnails = [thumbnail for group in groups for thumbnail in group.embedded.thumbnails]
+            added = self.gallery.add_embedded(chosen, Embeddings.cat(embeddings), thumbnails)
+            self.new, self.replaced = self.new + added.new, self.replaced + added.replaced
+            self.unchanged += added.unchanged
+            self.seen.update(item.path for item in chosen)
+        for group in groups:
+            self.unchanged += len(group.unchanged)
+            self.seen.update(group.unchanged, group.unreadable)
+            for reason in group.broken:
+                self.broken += 1
+                if self.broken <= _MAX_NAMED:
+                    self.note(reason)
 
 
 def _label_of(name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,12 +156,14 @@ class FrozenStream:
         count, stream = self.crops * self.steps, self.stream
 
         def fill(array: NDArray[Any]) -> None:
-            for row in range(count):
+            def prepare(row: int) -> Tensor:
                 planned, i = divmod(row, self.steps)
                 numbers = self.plans[planned][i]
-                batch = stream.prepare(numbers, stream.pixels.batch(numbers), planned, row)
-                array[row] = self.cache.compute(batch.images[rows])
-                progress((row + 1) * len(numbers), count * len(numbers))
+                return stream.prepare(numbers, stream.pixels.batch(numbers), planned, row).images[rows]
+
+            for row, found in enumerate(self.cache.compute_all(partial(prepare, row) for row in range(count))):
+                array[row] = found
+                progress((row + 1) * size, count * size)
 
         return self.cache.load_rows(name, stream.pixels, key, (count, size), fill)
 
@@ -183,11 +186,14 @@ class FrozenImages:
         numbers = stream.pixels.usable.split(64)
 
         def fill(array: NDArray[Any]) -> None:
-            for crop in range(self.crops):
-                for i, part in enumerate(numbers):
-                    images = stream.pixels.batch(part)
-                    array[crop, part.numpy()] = self.cache.compute(stream.prepare(part, images, crop, i).images)
-                    progress(crop * len(numbers) + i + 1, self.crops * len(numbers))
+            def prepare(crop: int, i: int) -> Tensor:
+                return stream.prepare(numbers[i], stream.pixels.batch(numbers[i]), crop, i).images
+
+            places = [(crop, i) for crop in range(self.crops) for i in range(len(numbers))]
+            found = self.cache.compute_all(partial(prepare, *place) for place in places)
+            for done, ((crop, i), rows) in enumerate(zip(places, found, strict=True), start=1):
+                array[crop, numbers[i].numpy()] = rows
+                progress(min(64 * done, images), images)
 
         key = (config.seed, self.crops, stream.size, stream.in_place, config.crop)
         shape = (self.crops, len(stream.pixels.images))

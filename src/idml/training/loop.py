@@ -118,7 +118,9 @@ def train(
                 note(f"{images.name}: {len(pixels.broken)} of {len(images)} images left out")
             return pixels
 
-        judge = Judge(config.train, count_images("seen by the trunk"))
+        judged = [part for part in (dataset.test, dataset.gallery, held_out) if part is not None]
+        ahead = config.crops * len(seen) + sum(map(len, judged)) if config.train == "heads" else 0
+        judge = Judge(config.train, count_images("seen by the trunk"), ahead)
         test = load_images(dataset.test)  # now: a data set that cannot be tested on is refused before hours of training
         gallery = None if dataset.gallery is None else load_images(dataset.gallery)
         judge.check_pairs(test, gallery)
@@ -268,16 +270,19 @@ def write_learned(run: Path, seen: ImageSet, config: TrainConfig) -> None:
 class Judge:
     """Embeds sets of images as a test sees them and measures retrieval by the plain metric on s.
 
-    What does not learn is computed once for each set of images.
+    What does not learn is computed once for each set of images. ``images`` is the number of images that a frozen trunk
+    will see in this run.
     """
 
-    def __init__(self, train: Train, progress: Count) -> None:
-        self.train, self.progress = train, progress
+    def __init__(self, train: Train, progress: Count, images: int = 0) -> None:
+        self.train, self.progress, self.images = train, progress, images
 
     def embed(self, model: Model, pixels: Pixels, *, outputs: bool = False) -> Embeddings:
         """The embeddings of the usable images, or what a loss reads of them."""
         keep, last = self.train != "all", self.train == "last"
-        return embed_view(model, pixels, keep=keep, last=last, outputs=outputs, progress=self.progress)
+        return embed_view(
+            model, pixels, keep=keep, last=last, outputs=outputs, images=self.images, progress=self.progress
+        )
 
     def has_pairs(self, pixels: Pixels, gallery: Pixels | None = None) -> bool:
         """Whether any image has another of its class to find."""
