@@ -19,6 +19,12 @@ def _same_random_numbers():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_progress_lines(monkeypatch):
+    """On a slow machine a command writes lines of progress; tests read the lines that a command writes anyway."""
+    monkeypatch.setattr("idml.progress.FIRST", float("inf"))
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """A run with a small, untrained model."""

@@ -1,6 +1,7 @@
 """Embedders see images exactly as the evaluation does, and say which model they are."""
 
 import hashlib
+import json
 import subprocess
 import sys
 
@@ -13,11 +14,12 @@ from idml.data.augment import View
 from idml.data.datasets import load_dataset
 from idml.data.images import read_image
 from idml.data.pixel_cache import load_pixels
-from idml.model import build_model, fingerprint, load_model, save_model
+from idml.model import build_model, fingerprint, load_model, model, save_model
 from idml.model.backbones import PACKAGED, build_trunk
 from idml.model.feature_cache import embed_view
-from idml.model.model import PRETRAINED, fingerprint_of
+from idml.model.model import PACKAGED_FINGERPRINT, PRETRAINED, fingerprint_of, pretrained_fingerprint
 from idml.search.embedder import open_embedder, prepare_image
+from idml.search.gallery import Gallery, Upload
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +88,32 @@ def test_pretrained_embeds_with_the_trunk():
     assert (embedder.dimensions, embedder.uncertainty) == (trunk.width, 0)
     assert embedder.fingerprint == fingerprint_of("pretrained")
     assert len(bytes.fromhex(embedder.fingerprint)) == 8
+
+
+def test_the_fingerprint_of_the_pretrained_trunk_is_known_without_building_it(monkeypatch):
+    code = "import sys; from idml.model.model import fingerprint_of; print(fingerprint_of('pretrained'), *sys.modules)"
+    said, *loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"timm", "torchvision"} & {*loaded}
+    monkeypatch.setattr(model, "PACKAGED_SHA256", "of other weights")  # then it is computed
+    pretrained_fingerprint.cache_clear()
+    assert fingerprint_of("pretrained") == said == PACKAGED_FINGERPRINT
+    pretrained_fingerprint.cache_clear()
+
+
+def test_a_search_imports_no_library_that_it_does_not_need(run, tmp_path):
+    """With an exported model torch is the only large one; matplotlib, timm and others would take seconds to import."""
+    picture(1).save(tmp_path / "query.png")
+    with Gallery.create(tmp_path / "g", run, runtime="onnx") as gallery:
+        gallery.add([Upload(encoded(n, "PNG")) for n in range(4)])
+    code = "import sys; from idml import cli; cli.main(sys.argv[1:]); print(*sys.modules)"
+    command = [sys.executable, "-c", code, "search", str(tmp_path / "g"), str(tmp_path / "query.png"), "--json"]
+    reply, loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(json.loads(reply)["replies"][0]["results"]) == 4
+    unwanted = {"timm", "torchvision", "matplotlib", "sklearn", "scipy", "torch._dynamo", "sympy", "rich", "fastapi"}
+    assert {"torch", "onnxruntime"} <= {*loaded.split()}
+    assert not unwanted & {*loaded.split()}
 
 
 def test_bad_input_is_one_line(run, tmp_path):

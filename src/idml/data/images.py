@@ -27,7 +27,7 @@ _BLOCK = 1 << 18  # pixels that are converted at a time
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
 _warnings_lock = threading.Lock()
-_decoding: list[warnings.catch_warnings[None]] = []  # one for each thread that decodes now
+_decoding: "list[warnings.catch_warnings[None]]" = []  # one for each thread that decodes now
 Refusal = Literal["format", "size", "content"]
 
 

@@ -165,15 +165,15 @@ def embed_view(
     images = max(images, count)
     if keep and last:
         rows = FeatureCache(model, images=images, last=True).load_view(pixels, view, progress)
-        batches = (torch.from_numpy(rows[i : i + 256].copy()) for i in range(0, len(rows), 256))
-        return model.embed_activations(batches, outputs=outputs)
+        activations = (torch.from_numpy(rows[i : i + 256].copy()) for i in range(0, len(rows), 256))
+        return model.embed_activations(activations, outputs=outputs)
     if keep and not (outputs and model.config.maps):
         features = load_features(model, pixels, view, images=images, progress=progress)
         return model.embed_features(features, outputs=outputs)
     grid = model.config.maps if outputs else 0
     cache, parts = FeatureCache(model, images=0 if model.training else images, keep=False, grid=grid), []
     batches = (partial(view.images, pixels, numbers, size) for numbers in pixels.usable.split(64))
-    for rows in cache.compute_all(batches):
-        parts.append(model.embed_features(torch.from_numpy(rows).float(), outputs=outputs))
+    for found in cache.compute_all(batches):
+        parts.append(model.embed_features(torch.from_numpy(found).float(), outputs=outputs))
         progress(sum(map(len, parts)), count)
     return Embeddings.cat(parts)
