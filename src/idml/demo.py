@@ -100,7 +100,7 @@ def split_images(images: ImageSet) -> dict[str, Tensor]:
     Characters that share an image with another one are left out: nobody can tell them apart, and with many of them no
     small error rate can be promised.
     """
-    groups = _find_twin_groups(images)
+    groups = find_twin_groups(images)
     alone = groups.bincount()[groups] == 1
     order = torch.randperm(int(groups.max()) + 1, generator=random_stream("demo"))
     part = (order * 5) // len(order)  # of each group: 4 is unknown, the others are the collection
@@ -119,7 +119,7 @@ def split_images(images: ImageSet) -> dict[str, Tensor]:
     }
 
 
-def _find_twin_groups(images: ImageSet) -> Tensor:
+def find_twin_groups(images: ImageSet) -> Tensor:
     """Return a group number for each class; classes that share an image are in the same group."""
     group = list(range(len(images.classes)))
 

@@ -55,8 +55,17 @@ def calibrate_queries(
     found: CalibrationQueries, *, unknown: float, profile: Profile, model: str, seed: int = 0
 ) -> tuple[Calibration, dict[str, Any]]:
     """Fit a calibration for queries of which a share ``unknown`` is unknown; return it and its figures."""
-    queries, grouping = found.queries, Grouping(check_share(unknown), found.known_by_image)
-    calibration = Calibration.fit(
+    calibration = fit_queries(found, unknown=unknown, profile=profile, model=model, seed=seed)
+    grouping = Grouping(unknown, found.known_by_image)
+    return calibration, summarise(calibration, found.queries, grouping=grouping, seed=seed)
+
+
+def fit_queries(
+    found: CalibrationQueries, *, unknown: float, profile: Profile | None = None, model: str = "", seed: int = 0
+) -> Calibration:
+    """Fit a calibration for queries of which a share ``unknown`` is unknown."""
+    queries = found.queries
+    return Calibration.fit(
         queries.evidence,
         queries.correct,
         labelled=found.labelled,
@@ -67,10 +76,9 @@ def calibrate_queries(
         same_class=queries.same_class,
         profile=profile,
         model=model,
-        grouping=grouping,
+        grouping=Grouping(check_share(unknown), found.known_by_image),
         queries=found.words,
     )
-    return calibration, summarise(calibration, queries, grouping=grouping, seed=seed)
 
 
 # -------------------- figures --------------------

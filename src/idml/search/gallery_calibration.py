@@ -47,8 +47,8 @@ from idml.search.results import DUPLICATE
 Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Iterator[Embeddings]]
 """Embeds images by the heads of each fold: model folder, files, labels, learned, folds, progress."""
 
-_MOST = 4000  # images that are queries
-_ORIGINALS, _COPIES = 600, 2  # images that are copied, copies of each
+MOST_QUERIES = 4000  # images that are queries
+ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
 _QUERIES = 50  # the smallest number that can be fitted
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
 
@@ -88,22 +88,9 @@ def calibrate_gallery(
         note(line)
 
     with Gallery.open(location, run=run, runtime=runtime, images=MANY, calibrated=False) as gallery:
-        source = _GallerySource.read(gallery, run, keep, progress)
-        if queries is not None:
-            found = _user_queries(source, Path(queries), unknown)
-        elif source.labelled:
-            found = _labelled_queries(source, refit, assign_folds, seed)
-        else:
-            found = _copied_queries(source, seed)
-        if unknown > 0 and not bool((~found.queries.known).any()):
-            single = "class; for queries that are all of this class, --unknown 0" if source.labelled else "picture"
-            raise ValueError(f"no query can be made unknown: the gallery holds a single {single}")
-        if len(found.queries.labels[found.queries.known]) < _QUERIES:
-            count = int(found.queries.known.sum())
-            raise ValueError(
-                f"a calibration needs {_QUERIES} queries with a right answer, there are {count}: add images"
-                + ("" if queries is not None or not source.labelled else ", or calibrate with --queries DIR")
-            )
+        source = GallerySource.read(gallery, run, keep, progress)
+        found = collect_queries(source, queries, unknown=unknown, seed=seed, refit=refit, assign_folds=assign_folds)
+        _require_queries(found, source, unknown, own=queries is not None)
         profile = Profile.of(source.embeddings)
         model = gallery.embedder.fingerprint
         calibration, figures = calibrate_queries(found, unknown=unknown, profile=profile, model=model, seed=seed)
@@ -134,11 +121,22 @@ def calibrate_gallery(
     return result
 
 
+def _require_queries(found: CalibrationQueries, source: "GallerySource", unknown: float, *, own: bool) -> None:
+    if unknown > 0 and not bool((~found.queries.known).any()):
+        single = "class; for queries that are all of this class, --unknown 0" if source.labelled else "picture"
+        raise ValueError(f"no query can be made unknown: the gallery holds a single {single}")
+    if (count := int(found.queries.known.sum())) < _QUERIES:
+        raise ValueError(
+            f"a calibration needs {_QUERIES} queries with a right answer, there are {count}: add images"
+            + ("" if own or not source.labelled else ", or calibrate with --queries DIR")
+        )
+
+
 # -------------------- what is there --------------------
 
 
 @dataclass(frozen=True, eq=False)
-class _GallerySource:
+class GallerySource:
     """The items of a gallery as a calibration sees them. ``names`` are the labels, numbered by ``labels``."""
 
     gallery: Gallery
@@ -152,7 +150,8 @@ class _GallerySource:
     progress: Progress
 
     @classmethod
-    def read(cls, gallery: Gallery, run: Location | None, note: Note, progress: Progress) -> "_GallerySource":
+    def read(cls, gallery: Gallery, run: Location | None, note: Note, progress: Progress) -> "GallerySource":
+        """Read all items of a gallery."""
         items = list(gallery.items())
         if len(items) < 2:
             count = "one image" if items else "no image"
@@ -214,7 +213,29 @@ class _GallerySource:
 # -------------------- queries --------------------
 
 
-def _search(pool: QueryPool, *, unknown: bool = True) -> OpenSetQueries:
+def collect_queries(
+    source: GallerySource,
+    folder: str | Path | None = None,
+    *,
+    unknown: float = UNKNOWN,
+    seed: int = 0,
+    refit: Refit | None = None,
+    assign_folds: Callable[[Tensor, Tensor], Tensor] | None = None,
+    most: int = MOST_QUERIES,
+    originals: int = ORIGINALS,
+) -> CalibrationQueries:
+    """Find the queries of a calibration and search them: the user's in ``folder``, or the gallery's own.
+
+    ``most`` images of a labelled gallery are queries, or copies of ``originals`` images of one without labels.
+    """
+    if folder is not None:
+        return _user_queries(source, Path(folder), unknown)
+    if source.labelled:
+        return _labelled_queries(source, refit, assign_folds, seed, most)
+    return _copied_queries(source, originals, seed)
+
+
+def search_known_and_unknown(pool: QueryPool, *, unknown: bool = True) -> OpenSetQueries:
     """Search each query as it is, and again without its class if other classes are there."""
     known = pool.search(listed=LISTED)
     parts = [known[known.known]]
@@ -225,20 +246,21 @@ def _search(pool: QueryPool, *, unknown: bool = True) -> OpenSetQueries:
 
 
 def _labelled_queries(
-    source: _GallerySource,
+    source: GallerySource,
     refit: Refit | None,
     assign_folds: Callable[[Tensor, Tensor], Tensor] | None,
     seed: int,
+    most: int,
 ) -> CalibrationQueries:
     """Images of the gallery, each searched without itself, and again without its class."""
     labels, (learned, trunk) = source.labels, source.read_learned()
     learned_class = torch.isin(labels, labels[learned].unique())
     classes, count = len(source.names), len(labels[learned].unique())
-    fresh = _sample((~learned_class).nonzero().flatten(), _MOST, seed)
+    fresh = _sample((~learned_class).nonzero().flatten(), most, seed)
     parts, words = [], f"{len(fresh):,} images of the gallery, each left out of it, and again with its whole class"
     if len(fresh):
         pool = QueryPool(source.embeddings[fresh], labels[fresh], source.embeddings, labels, rows=fresh)
-        parts.append(_search(pool))
+        parts.append(search_known_and_unknown(pool))
     if count and trunk:
         if count == classes:
             raise ValueError(
@@ -250,14 +272,15 @@ def _labelled_queries(
     elif count:
         if refit is None or assign_folds is None:
             raise ValueError("the model has learned from the gallery's classes; calibrate with idml calibrate")
-        rows = _sample(learned_class.nonzero().flatten(), _MOST, seed)
+        rows = _sample(learned_class.nonzero().flatten(), most, seed)
         folder = source.model_folder()
         assert folder is not None
         folds = assign_folds(labels, learned)
         files = source.files(range(len(labels)))
         for fold, embeddings in enumerate(refit(folder, files, labels, learned, folds, source.progress)):
             own = rows[folds[rows] == fold]
-            parts.append(_search(QueryPool(embeddings[own], labels[own], embeddings, labels, rows=own)))
+            pool = QueryPool(embeddings[own], labels[own], embeddings, labels, rows=own)
+            parts.append(search_known_and_unknown(pool))
         words = f"{len(fresh) + len(rows):,} images of the gallery, each left out of it, and again with its whole class"
         words += f"; cross-fitted: {count:,} classes by heads that were trained again without them"
     parts += _feedback_queries(source)
@@ -266,7 +289,7 @@ def _labelled_queries(
     return CalibrationQueries(OpenSetQueries.cat(parts), True, words)
 
 
-def _user_queries(source: _GallerySource, folder: Path, unknown: float) -> CalibrationQueries:
+def _user_queries(source: GallerySource, folder: Path, unknown: float) -> CalibrationQueries:
     """The user's images; with few unknown classes among them, known ones without their class are unknown too."""
     if not source.labelled:
         raise ValueError("--queries needs a gallery in which every image has a label")
@@ -292,29 +315,29 @@ def _user_queries(source: _GallerySource, folder: Path, unknown: float) -> Calib
     return CalibrationQueries(OpenSetQueries.cat(parts), True, words)
 
 
-def _copied_queries(source: _GallerySource, seed: int) -> CalibrationQueries:
+def _copied_queries(source: GallerySource, originals: int, seed: int) -> CalibrationQueries:
     """Changed copies of images. An original and its near duplicates are one class."""
     total = len(source.items)
-    rows = _sample(torch.arange(total), _ORIGINALS, seed)
+    rows = _sample(torch.arange(total), originals, seed)
     files = source.files(rows.tolist())
     report, parts = image_counter(source.progress, "copied"), []
     for done, (row, file) in enumerate(zip(rows.tolist(), files, strict=True), 1):
-        copies = change_copies(read_image(file), _COPIES, seed=(seed, source.items[row].checksum))
+        copies = change_copies(read_image(file), COPIES, seed=(seed, source.items[row].checksum))
         parts.append(source.gallery.embedder.embed(copies))
         report(done, len(rows))
-    labels = _group_duplicates(source)
-    own = labels[rows].repeat_interleave(_COPIES)
+    labels = group_duplicates(source.items, source.embeddings)
+    own = labels[rows].repeat_interleave(COPIES)
     pool = QueryPool(Embeddings.cat(parts), own, source.embeddings, labels)
     words = (
         f"{len(own):,} changed copies ({', '.join(CHANGES)}) of {len(rows):,} images, and again without the original "
         "and its near duplicates"
     )
-    return CalibrationQueries(_search(pool), False, words, known_by_image=False)
+    return CalibrationQueries(search_known_and_unknown(pool), False, words, known_by_image=False)
 
 
-def _group_duplicates(source: _GallerySource) -> Tensor:
+def group_duplicates(items: Sequence[Item], embeddings: Embeddings) -> Tensor:
     """A number for each item [n]; near duplicates have the same one."""
-    head = list(range(len(source.items)))
+    head = list(range(len(items)))
 
     def find(i: int) -> int:
         while head[i] != i:
@@ -323,16 +346,16 @@ def _group_duplicates(source: _GallerySource) -> Tensor:
         return i
 
     first: dict[str, int] = {}
-    for i, item in enumerate(source.items):
+    for i, item in enumerate(items):
         head[find(i)] = find(first.setdefault(item.checksum, i))
-    found = nearest(source.embeddings, 10)
+    found = nearest(embeddings, 10)
     close = (found.distances < DUPLICATE).nonzero()
     for i, place in close.tolist():
         head[find(i)] = find(int(found.indices[i, place]))
     return torch.tensor([find(i) for i in range(len(head))])
 
 
-def _feedback_queries(source: _GallerySource) -> list[OpenSetQueries]:
+def _feedback_queries(source: GallerySource) -> list[OpenSetQueries]:
     """Queries whose right label people told: a label that is not in the gallery is an unknown class."""
     told = [one for one in source.feedback if one.label is not None]
     if not told or not source.labelled:
@@ -367,7 +390,7 @@ def _list_queries(folder: Path) -> tuple[list[Path], list[str]]:
     return files, names
 
 
-def _embed_files(source: _GallerySource, files: Sequence[Path]) -> Embeddings:
+def _embed_files(source: GallerySource, files: Sequence[Path]) -> Embeddings:
     report, parts = image_counter(source.progress, "embedded"), []
     for start in range(0, len(files), BATCH):
         batch = [read_image(path) for path in files[start : start + BATCH]]
