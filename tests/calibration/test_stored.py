@@ -336,7 +336,7 @@ def test_a_calibration_without_a_match_curve_says_so_and_older_files_are_refused
         plain.match_probability(torch.rand(3))
     found.save(tmp_path / "c.json")
     whole = json.loads((tmp_path / "c.json").read_text())
-    assert whole["version"] == 5
+    assert whole["version"] == 6
     (tmp_path / "c.json").write_text(json.dumps({**whole, "version": 1}))
     with pytest.raises(ValueError, match=r"c\.json has version 1"):
         Calibration.load(tmp_path / "c.json")

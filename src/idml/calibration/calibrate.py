@@ -61,9 +61,15 @@ def calibrate_queries(
 
 
 def fit_queries(
-    found: CalibrationQueries, *, unknown: float, profile: Profile | None = None, model: str = "", seed: int = 0
+    found: CalibrationQueries,
+    *,
+    unknown: float,
+    profile: Profile | None = None,
+    model: str = "",
+    seed: int = 0,
+    lists: bool = True,
 ) -> Calibration:
-    """Fit a calibration for queries of which a share ``unknown`` is unknown."""
+    """Fit a calibration for queries of which a share ``unknown`` is unknown; without ``lists``, only their matches."""
     queries = found.queries
     return Calibration.fit(
         queries.evidence,
@@ -72,8 +78,8 @@ def fit_queries(
         seed=seed,
         groups=queries.labels,
         known=queries.known,
-        distances=queries.distances,
-        same_class=queries.same_class,
+        distances=queries.distances if lists else None,
+        same_class=queries.same_class if lists else None,
         profile=profile,
         model=model,
         grouping=Grouping(check_share(unknown), found.known_by_image),

@@ -6,17 +6,18 @@ is E/A with E = Σ w_i·e_i and A = Σ w_i·a_i. It is at most ε if and only if
 1954), so no ratio has to be estimated:
 
     z_i = e_i − ε·a_i            Z = Σ w_i·z_i            p = P(T_ν ≤ Z / √V)
-    V   = V_known + V_unknown + 2·max(0, C)
-    V_k = m/(m − 1)·Σ_c (Σ_{i ∈ c} w_i·(z_i − z̄))²       over the m clusters of a kind, z̄ the mean of the kind
+    V   = V_known + V_unknown + 2·max(0, (1 − f)·C)
+    V_k = m/(m − 1)·Σ_c (Σ_{i ∈ c} w_i·(z_i − z̄))²       over the m clusters of a kind k, z̄ the mean of the kind
     C   = Σ_c (Σ_{known i ∈ c} w_i·(z_i − z̄))·(Σ_{unknown i ∈ c} w_i·(z_i − z̄))       over the classes c
 
-The clusters of unknown queries are their classes: a new unknown image is of a class that nobody has seen. The clusters
-of known queries are single images: a new known image is of one of the gallery's classes, and all of these were counted.
-(Several copies of one image are a cluster.) T_ν is Student's t with ν = clusters − 1. This is the cluster-robust
-variance of Liang and Zeger (1986) with the t distribution that Cameron and Miller (2015) recommend. It is *asymptotic*
-in the number of clusters: with few clusters it promises too much. If no query was answered wrong, V says nothing.
-Therefore a bound that counts images has to hold as well: Clopper and Pearson's with the effective number of queries of
-Kish (1965),
+The clusters of unknown queries are their classes: a new unknown image is of a class that nobody has seen. A new known
+image is of one of the gallery's classes. A share f = 1/2 of these was counted, so V_known = (1 − f)·V_class + f·V_image,
+the variances with classes and with single images as clusters: this is sampling without replacement in two stages
+(Cochran, 1977). Copies of an image are a cluster, known or not, and there f = 0. T_ν is Student's t with ν = clusters −
+1. This is the cluster-robust variance of Liang and Zeger (1986) with the t distribution that Cameron and Miller (2015)
+recommend. It is *asymptotic* in the number of clusters: with few clusters it promises too much. If no query was
+answered wrong, V says nothing. Therefore a bound that counts images has to hold as well: Clopper and Pearson's with the
+effective number of queries of Kish (1965),
 
     n' = (Σ w_i·a_i)² / Σ w_i²·a_i        k' = n'·E/A        p' = P(Bin(n', ε) ≤ k'), by the beta distribution
 
@@ -31,6 +32,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+COUNTED = 0.5  # f: the share of the gallery's classes that is counted; the others are fitted
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class ClusterMoments:
             known: bool [n], the class of the query is in the gallery.
             share: π, the share of unknown queries to weight the sample by.
             groups: the classes of the queries [n], the clusters of unknown queries.
-            known_by_image: every known query is a cluster of its own; otherwise its class is.
+            known_by_image: known queries are of the gallery's classes, see above; otherwise their groups are clusters.
         """
         kinds = [(mask, part) for mask, part in ((known, 1 - share), (~known, share)) if part > 0]
         if not all(bool(mask.any()) for mask, _ in kinds):
@@ -87,17 +90,21 @@ class ClusterMoments:
             answered, wrong = answered + weight * a.sum(0), wrong + weight * e.sum(0)
             squares += weight**2 * a.sum(0)
             z = weight * np.stack([e - e.mean(0), a - a.mean(0)])
-            sums = np.zeros((2, int(classes.max()) + 1, len(t)))
-            for total, part_of in zip(sums, z, strict=True):
-                np.add.at(total, classes[rows.numpy()], part_of)
+            sums = _sum_by_class(z, classes[rows.numpy()], int(classes.max()) + 1)
             by_class.append(sums)
             by_image = known_by_image and mask is known
             m = len(rows) if by_image else len(np.unique(classes[rows.numpy()]))
             own = z if by_image else sums
-            variance += _products(own, own) * (m / (m - 1) if m > 1 else 1.0)
+            spread = _products(own, own) * (m / (m - 1) if m > 1 else 1.0)
+            if by_image and len(kinds) > 1:
+                c = len(np.unique(classes[rows.numpy()]))
+                spread = COUNTED * spread + (1 - COUNTED) * _products(sums, sums) * (c / (c - 1) if c > 1 else 1.0)
+            variance += spread
             if m < len(rows):
                 clusters.append(m)
-        shared = _products(by_class[0], by_class[1]) if len(kinds) > 1 else np.zeros_like(variance)
+        shared = np.zeros_like(variance)
+        if len(kinds) > 1:
+            shared = _products(by_class[0], by_class[1]) * (1 - COUNTED if known_by_image else 1.0)
         effective = np.divide(answered**2, squares, out=np.zeros(len(t)), where=squares > 0)
         return cls(
             tuple(answered.tolist()),
@@ -107,6 +114,15 @@ class ClusterMoments:
             tuple((x, y, z) for x, y, z in shared.tolist()),
             min(clusters, default=0),
         )
+
+
+def _sum_by_class(z: NDArray[np.float64], classes: NDArray[np.int64], total: int) -> NDArray[np.float64]:
+    """Sums over the queries of each class [2, total, thresholds] of values [2, n, thresholds]."""
+    order = classes.argsort(kind="stable")
+    present, starts = np.unique(classes[order], return_index=True)
+    sums = np.zeros((len(z), total, z.shape[2]))
+    sums[:, present] = np.add.reduceat(z[:, order], starts, axis=1)
+    return sums
 
 
 def _products(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:

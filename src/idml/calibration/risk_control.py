@@ -10,7 +10,10 @@ Choice among thresholds (learn then test: Angelopoulos et al., arXiv 2110.01052)
 depend on the sample's answers. They are tested one after the other. Some of them are starts: each start receives
 δ/(number of starts). If a test passes, its level goes on to the next threshold; if it fails, the level is lost. With
 one start this is fixed-sequence testing, with more starts the fallback procedure (Wiens, 2003). With probability 1 − δ
-no threshold passes whose rate is above ε. So any threshold that passed may be used: the one that answers most.
+no threshold passes whose rate is above ε. So any threshold that passed may be used: the one that answers most. The
+queries that P was fitted to are not part of the sample. So they may choose the start for each ε: the threshold at which
+their own p-value is the smallest. A single start keeps the whole of δ. A threshold that passed at a smaller error rate
+(one of those that reports offer) is used too, so that a larger rate never answers less.
 
 ECE = Σ over bins of (queries in the bin / n) · |mean P − share of right answers|        (Naeini et al., 2015)
 """
@@ -29,11 +32,11 @@ from idml.calibration.evidence import Profile
 SMALLEST_RATE = 1e-9  # a smaller error rate would need more calibration queries than anybody has
 ERROR_RATES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # those that reports and the search page offer
 
-# Thresholds answer 16/128 … 128/128 of the fitting queries, tests start at 1/8, 1/4 and 1/2. In simulations (target
-# errors 5, 10, 20 %, unknown 0, 25, 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more.
-# One start answered more if it was the right one, and almost nothing if it was not. With enough queries the tests also
-# start at 1/32 and 1/16: on hard data (CUB) only the surest few per cent can be guaranteed, and easy data lose nothing.
-_STEPS, _STARTS, _EARLY, _ENOUGH = 128, (16, 32, 64), (4, 8), 32
+# Thresholds answer 1/128, 2/128 … 128/128 of the fitting queries, below 1/4 also shares in between, so that each answers
+# at most 5 % more than the one before; the first one answers 32 queries. Where nothing chooses the start, tests start at
+# 1/8, 1/4 and 1/2, and with enough queries at 1/32 and 1/16. In simulations (target errors 5, 10, 20 %, unknown 0, 25,
+# 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more.
+_STEPS, _FINE, _STARTS, _EARLY, _ENOUGH = 128, 1.05, (16, 32, 64), (4, 8), 32
 
 _SHIFT, _CHANCE = 0.1, 0.01  # of drift: Kolmogorov–Smirnov distance, p-value
 FEWEST_CLUSTERS, ENOUGH_CLUSTERS = 10, 50  # with fewer clusters there is no promise, or an approximate one
@@ -180,7 +183,8 @@ class ThresholdCounts:
     """How many of ``total`` calibration queries each threshold answers, and how many of these are wrong.
 
     The strictest threshold comes first. With ``moments`` the queries are weighted and hang together; without, each
-    counts once and they are independent.
+    counts once and they are independent. ``pilot`` has the sums of the queries that P was fitted to. It chooses where
+    the tests start; without it, they start at ``starts``.
     """
 
     thresholds: tuple[float, ...]
@@ -189,6 +193,7 @@ class ThresholdCounts:
     total: int
     starts: tuple[int, ...]
     moments: ClusterMoments | None = None
+    pilot: ClusterMoments | None = None
 
     def __post_init__(self) -> None:
         n, counted = len(self.thresholds), zip(self.wrong, self.answered, strict=False)
@@ -205,6 +210,8 @@ class ThresholdCounts:
             raise ValueError("the thresholds are not between 0 and 1, or not in order")
         if not self.starts or list(self.starts) != sorted({*self.starts} & {*range(n)}):
             raise ValueError("the table of thresholds has impossible starts")
+        if any(x is not None and len(x.answered) != n for x in (self.moments, self.pilot)):
+            raise ValueError("the table of thresholds is empty, or its columns have different lengths")
 
     @classmethod
     def of(
@@ -214,6 +221,7 @@ class ThresholdCounts:
         thresholds: Sequence[float],
         starts: Sequence[int],
         moments: ClusterMoments | None = None,
+        pilot: ClusterMoments | None = None,
     ) -> "ThresholdCounts":
         """Count a sample. The thresholds must have been chosen without looking at it."""
         known, right = p.double().sort().values, p[correct].double().sort().values
@@ -226,6 +234,7 @@ class ThresholdCounts:
             len(p),
             tuple(starts),
             moments,
+            pilot,
         )
 
     def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong answers") -> RiskGuarantee:
@@ -240,8 +249,9 @@ class ThresholdCounts:
         'cannot promise at most 1 % wrong answers here: there are 100 calibration queries, at least 384 are needed'
         """
         level = 1 - check_rate("confidence", confidence)
-        fewest = fewest_queries(check_rate("max_error", max_error), level / len(self.starts))
-        shares = [self.answered[i] / self.total for i in self.starts if self.answered[i]]
+        starts = self._choose_starts(check_rate("max_error", max_error))
+        fewest = fewest_queries(max_error, level / len(starts))
+        shares = [self.answered[i] / self.total for i in starts if self.answered[i]]
         needed = math.ceil(fewest / max(shares, default=1.0) - 1e-9)  # a start sees only the queries that it answers
         passed = self._test_thresholds(max_error, level)
         moments = self.moments
@@ -274,7 +284,20 @@ class ThresholdCounts:
         moments = self.moments
         if moments is None:
             return sequential_test(p_values(self.wrong, self.answered, max_error), level, self.starts)
-        return sequential_test(clustered_p_values(moments, max_error), level, self.starts)
+        rates = [max_error]
+        if self.pilot is not None:
+            rates += [rate for rate in ERROR_RATES if rate < max_error]
+        tests = [
+            sequential_test(clustered_p_values(moments, rate), level, self._choose_starts(rate)) for rate in rates
+        ]
+        return [any(passed) for passed in zip(*tests, strict=True)]
+
+    def _choose_starts(self, max_error: float) -> tuple[int, ...]:
+        """Where the tests start: where the fitting queries are surest, the lowest such threshold; else ``starts``."""
+        if self.pilot is None:
+            return self.starts
+        p = clustered_p_values(self.pilot, max_error)
+        return (max(i for i, value in enumerate(p) if value == min(p)),) if min(p) < 1 else self.starts
 
     def _describe_smallest_rate(self, level: float) -> str:
         """Say about which error rate could be guaranteed: the smallest full per cent at which a threshold passes."""
@@ -289,10 +312,12 @@ class ThresholdCounts:
 def candidate_thresholds(p: Tensor) -> tuple[list[float], list[int]]:
     """Thresholds that answer more and more of the queries with these P, the last one all; and the places of starts."""
     falling = p.sort(descending=True).values
+    first = min(_ENOUGH / max(1, len(p)), _STARTS[0] / _STEPS)
+    between = [first * _FINE**i for i in range(math.ceil(math.log(0.25 / first, _FINE)))]
+    shares = sorted({*between, *(step / _STEPS for step in range(1, _STEPS + 1) if step / _STEPS >= first)})
     starts = [*(start for start in _EARLY if len(p) * start >= _ENOUGH * _STEPS), *_STARTS]
-    steps = range(starts[0], _STEPS + 1)
-    rows = [max(0, -(-len(p) * step // _STEPS) - 1) for step in steps]
-    return [*falling[rows[:-1]].tolist(), 0.0], [steps.index(start) for start in starts]
+    rows = [max(0, math.ceil(len(p) * share - 1e-9) - 1) for share in shares]
+    return [*falling[rows[:-1]].tolist(), 0.0], [shares.index(start / _STEPS) for start in starts]
 
 
 # -------------------- novelty and result sets --------------------

@@ -49,7 +49,7 @@ from idml.evaluation.uncertainty import auroc
 from idml.files import write_atomic
 
 T = TypeVar("T")
-_KIND, _VERSION = "idml calibration", 5
+_KIND, _VERSION = "idml calibration", 6
 _DOUBTS = (0.0, *(10 ** (-4 + i / 32) for i in range(129)))  # 10⁻⁴ … 1, the candidate thresholds of result sets
 _NOVELTY_SCORES = ("nearest", "kth", "doubt")
 _REFERENCE = 2000  # known queries that new ones are compared with
@@ -235,7 +235,8 @@ class Calibration:
             share = grouping.share
             if groups is None:
                 raise ValueError("queries that hang together need groups")
-        held, used = split_queries(n, held_out, seed, groups if grouping is not None and grouping.by_group else None)
+        by_group = grouping is not None and grouping.by_group
+        held, used = split_queries(n, held_out, seed, groups if by_group else None)
         every = torch.arange(n)
         if grouping is not None:
             used, every = (draw_mixture(rows, known, share, seed) for rows in (used, every))
@@ -245,16 +246,19 @@ class Calibration:
         )
         p, p_fit = confidence_model.probability(evidence[held]), confidence_model.probability(evidence[used])
         thresholds, starts = candidate_thresholds(p_fit)
-        moments = None
+        moments = pilot = None  # a bound that is exact has no pilot: it holds for each ε by itself
         if grouping is not None and groups is not None:
-            moments = ClusterMoments.of(
-                p,
-                correct[held],
-                thresholds,
-                known=known[held],
-                share=share,
-                groups=groups[held],
-                known_by_image=grouping.known_by_image,
+            moments, pilot = (
+                ClusterMoments.of(
+                    their_p,
+                    correct[rows],
+                    thresholds,
+                    known=known[rows],
+                    share=share,
+                    groups=groups[rows],
+                    known_by_image=grouping.known_by_image,
+                )
+                for their_p, rows in ((p, held), (p_fit, used))
             )
         score = _choose_novelty_score(confidence_model, evidence[used], known[used])
         reference = _novelty_score(confidence_model, score, evidence[held])[known[held]]
@@ -274,7 +278,7 @@ class Calibration:
             labelled=labelled,
             unknown=share,
             confidence_model=confidence_model,
-            counts=ThresholdCounts.of(p, correct[held], thresholds, starts, moments),
+            counts=ThresholdCounts.of(p, correct[held], thresholds, starts, moments, pilot if by_group else None),
             bins=tuple(reliability_bins(p_shown, correct[shown])) if len(shown) else (),
             novelty_score=score,
             novelty_reference=tuple(reference[chosen].sort().values.tolist()),

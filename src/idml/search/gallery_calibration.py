@@ -47,7 +47,7 @@ from idml.search.results import DUPLICATE
 Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Iterator[Embeddings]]
 """Embeds images by the heads of each fold: model folder, files, labels, learned, folds, progress."""
 
-MOST_QUERIES = 4000  # images that are queries
+MOST_QUERIES = 6000  # images that are queries
 ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
 _QUERIES = 50  # the smallest number that can be fitted
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
