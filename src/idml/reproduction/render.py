@@ -107,7 +107,7 @@ def _row(found: TableRuns, progress: ArmProgress) -> list[str]:
     row.append(f"{100 * statistics.mean(run['selected_score'] for run in runs):.1f}" if runs else "")
     row.append(f"{statistics.mean(run['images_seen'] for run in runs):,.0f}" if runs else "")
     row += ["" if progress.rate is None else f"{progress.rate:g}", str(len(runs)), _mean(runs, "seconds", 0)]
-    return [*row, _remark(progress, weight)]
+    return [*row, remark_of(progress, weight)]
 
 
 def _our_figures(progress: ArmProgress) -> dict[str, str]:
@@ -142,7 +142,8 @@ def _mean(runs: list[dict[str, Any]], key: str, digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f}" if values else ""
 
 
-def _remark(progress: ArmProgress, weight: float | None) -> str:
+def remark_of(progress: ArmProgress, weight: float | None) -> str:
+    """Return what a row says about an arm: why it is left out, that its metric is the plain one, what is missing."""
     if progress.refused:
         return f"left out: {progress.refused}"
     words = [NOT_INTROSPECTIVE] if weight is not None and weight > SAME_AS_PLAIN else []

@@ -1,6 +1,6 @@
 """`idml reproduce WHAT`: make what is missing of a table, study or figure and write it; or estimate the cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,11 +9,15 @@ from typing import Any
 from idml.data.datasets import load_dataset
 from idml.errors import unknown_name
 from idml.files import write_atomic
+from idml.methods import find_method
 from idml.progress import Note, Progress, silent
 from idml.report_html import drawing, page
 from idml.reproduction import comparators as others
 from idml.reproduction import regimes
-from idml.reproduction.claims import ROUNDS, TableRuns
+from idml.reproduction.claims import ROUNDS, Key, TableRuns
+from idml.reproduction.comparator_costs import NAME as COSTS
+from idml.reproduction.comparator_costs import measure_costs, read_costs, relative_times
+from idml.reproduction.comparators_page import comparators_columns, describe_comparison
 from idml.reproduction.default_form import default_form
 from idml.reproduction.figures import STEP, measure_step, metric_figures, step_cell, step_figure, step_sentence
 from idml.reproduction.guarantee_study import GUARANTEE
@@ -42,7 +46,7 @@ from idml.training.distributed import Processes
 _STUDIES: dict[str, Study] = {**STUDIES, "guarantee": GUARANTEE, "live-u": LIVE_U, "resnet50": RESNET50}
 _DRAWN = ("gradients", "metrics")
 FORM = "default-form"
-NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, FORM, "results", "collect")
+NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, FORM, COSTS, "results", "collect")
 _OFFICIAL = {"cub": 5864, "cars": 8054, "sop": 59551}  # training images
 
 
@@ -95,6 +99,8 @@ def reproduce(
         return _reproduce_table(others.NAME, data, seeds, scale, regime, work)
     if what in TABLES:
         return _reproduce_table(what, data, seeds, scale, regime, work)
+    if what == COSTS and scale == "laptop":
+        return measure_costs(data, regime, out, dry_run=dry_run, report=report, note=note)
     if scale != "laptop" or regime is not None:
         raise ValueError(f"{what} has one scale only: leave out --scale and --regime")
     if what == "collect":
@@ -173,7 +179,8 @@ def _reproduce_table(
     seeds = seeds or table.seeds or chosen.seeds
     store = work.store(data, chosen)
     if work.dry_run:
-        return _plan_table(what, table, store, seeds)
+        times = relative_times(read_costs(work.out, store.data.partition(":")[0], chosen.name))
+        return _plan_table(what, table, store, seeds, times if what == others.NAME else {})
     for arm in table.arms:
         if refused := read_progress(store, arm, seeds).refused:
             work.note(f"{arm}: left out: {refused}")
@@ -188,7 +195,9 @@ def _reproduce_table(
 def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out: Path) -> dict[str, Any]:
     """Write the files of a table from stored rows, and return what a program may need of them."""
     folder = out / "tables" / f"{what}-{found.data}-{regime.name}"
-    header, rows = table_columns(table, found)
+    costs = read_costs(out, found.data, regime.name)
+    compared = what == others.NAME
+    header, rows = comparators_columns(table, found, costs) if compared else table_columns(table, found)
     markdown = write_table(folder, "table", header, rows)
     write_atomic(folder / "per_seed.csv", per_seed_csv(table, found).encode())
     verdicts = [(claim.text, claim.decide(found)) for claim in table.claims]
@@ -203,6 +212,7 @@ def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out:
             f"95 % intervals: {ROUNDS} rounds over classes and seeds.",
             detection,
             *lines,
+            *([describe_comparison([(f"{found.data}, {regime.name}", table, found)])] if compared else []),
             *table.notes,
         ]
     )
@@ -216,8 +226,11 @@ def _write_table(what: str, table: Table, found: TableRuns, regime: Regime, out:
     }
 
 
-def _plan_table(what: str, table: Table, store: Store, seeds: int) -> dict[str, Any]:
-    """The jobs that are missing, their settings and expected hours."""
+def _plan_table(what: str, table: Table, store: Store, seeds: int, times: Mapping[Key, float]) -> dict[str, Any]:
+    """The jobs that are missing, their settings and expected hours.
+
+    ``times`` are the measured times of a step of arms, in units of that of plain ProxyAnchor.
+    """
     regime, jobs, lines = store.regime, list[dict[str, Any]](), list[str]()
     images = _training_images(store.data)
     done: set[str] = set()
@@ -231,7 +244,8 @@ def _plan_table(what: str, table: Table, store: Store, seeds: int) -> dict[str, 
         if not names:
             continue
         done.update(names)
-        hours = regime.hours(_expected_images(store, at.missing[0], images))
+        seen = _expected_images(store, at.missing[0], images, added=arm.key not in times)
+        hours = regime.hours(seen * times.get(arm.key, 1.0))
         for name in names:
             features |= _feature_sets(store, at.missing[0], name.rpartition("-seed=")[2])
         own = ", ".join(f"{key} {value}" for key, value in arm.options.items())
@@ -255,6 +269,8 @@ def _feature_sets(store: Store, cell: Cell, seed: str) -> set[tuple[Any, ...]]:
     config = store.config(cell, Path("cell"))
     if config.train != "heads":
         return set()
+    if find_method(config.method).plans_batches:  # rows of each image, whatever the batches
+        return {(config.crops, seed, config.crop, config.ambiguity)}
     key = (config.crops, seed, config.batch_size, config.per_class, config.crop, config.ambiguity)
     beta = getattr(getattr(config.method_options, "mixtures", None), "mixing", "") == "against-clean"
     return {key, (*key, "mixtures", beta)} if config.added_images else {key}
@@ -270,10 +286,10 @@ def _job_names(store: Store, at: ArmProgress, seeds: int) -> list[str]:
     return names
 
 
-def _expected_images(store: Store, cell: Cell, images: int) -> float:
-    """How many images a run sees in training, including mixtures."""
+def _expected_images(store: Store, cell: Cell, images: int, *, added: bool = True) -> float:
+    """How many images a run sees in training; with ``added``, including mixtures and whatever else a method adds."""
     config = store.config(cell, Path("cell"))
-    mixed = 1 + config.added_images / config.batch_size
+    mixed = 1 + config.added_images / config.batch_size * added
     return config.epochs * images * (1 - config.holdout) * mixed
 
 

@@ -6,7 +6,8 @@ follows from them. The tables and the studies come after that. Version 1 of the 
 
 import html
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from idml.reproduction.claims import (
     WORDS,
     Claim,
     Gain,
+    Key,
     TableRuns,
     Verdict,
     count_verdicts,
@@ -29,6 +31,10 @@ from idml.reproduction.claims import (
     mean_weight,
     verdict_table,
 )
+from idml.reproduction.comparator_costs import Cost, read_costs
+from idml.reproduction.comparators import COMMAND, comparators_table
+from idml.reproduction.comparators import NAME as COMPARED
+from idml.reproduction.comparators_page import comparators_columns, describe_comparison
 from idml.reproduction.figures import figures_without_runs, plot_table
 from idml.reproduction.live_u import LIVE_U
 from idml.reproduction.paper_tables import FULL, OWN, TABLES, WANTED_R_AUROC, Table
@@ -46,6 +52,7 @@ PLAN = (
     *((what, "cars", "frozen") for what in ("table1", "table2")),
     *((what, "glyphs", "scratch") for what in ("table1", "table2")),
     *((what, "cub", "full") for what in FULL),
+    *((COMPARED, data, regime) for data, regime in (("cub", "frozen"), ("cars", "frozen"), ("cub", "last"))),
 )  # fmt: skip
 """The tables that version 2 of the protocol makes: their names, data sets and regimes."""
 _STYLE = """<style>
@@ -58,6 +65,7 @@ _SHOWN = (
 )  # fmt: skip
 """The columns of a table on this page; `idml reproduce TABLE` writes all of them."""
 RUNNING = "being run"
+_COMPARISON = "Which of the other systems beat a tuned ProxyAnchor"
 
 
 # -------------------- what is stored --------------------
@@ -71,6 +79,8 @@ class Section:
     table: Table
     found: TableRuns
     regime: Regime
+    costs: Mapping[Key, Cost] = field(default_factory=dict)
+    """Of the table of the other systems: what a step of each arm costs."""
 
     @property
     def name(self) -> str:
@@ -90,6 +100,8 @@ class Section:
     @cached_property
     def columns(self) -> tuple[list[str], list[list[str]]]:
         """Header and rows as the page shows them; the intervals in them take most of the time of a page."""
+        if self.what == COMPARED:
+            return comparators_columns(self.table, self.found, self.costs)
         header, rows = table_columns(self.table, self.found)
         kept = [header.index(name) for name in _SHOWN if name in header]
         return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
@@ -100,13 +112,14 @@ class Section:
         usual = "full" if self.what in FULL else "scratch" if data == "glyphs" else "frozen"
         option = "" if regime == usual else " --scale paper" if regime == "paper" else f" --regime {regime}"
         spec = "glyphs" if data == "glyphs" else f"{data}:PATH"
+        command = COMMAND if self.what == COMPARED else self.what
         dates = sorted({run["date"] for run in self.runs})
         span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
         hours = sum(run["seconds"] for run in self.runs) / 3600
         machines = "; ".join(sorted({run["machine"] for run in self.runs}))
         tested = sum(self.runs[0]["classes"]["queries"])
         return (
-            f"`idml reproduce {self.what} --data {spec}{option}`; {len(self.runs)} runs of the chosen learning rates, "
+            f"`idml reproduce {command} --data {spec}{option}`; {len(self.runs)} runs of the chosen learning rates, "
             f"{tested:,} test images, {hours:.1f} hours, {span}, on {machines}. "
             + detection_line(self.table, self.found)
         )
@@ -141,6 +154,10 @@ class Results:
                 tables.append((f"{title}: {count_verdicts(v for *_, v in judged)}", *verdict_table(list(judged))))
         return tables
 
+    def comparison(self) -> str:
+        """Say what the tables of the other systems show."""
+        return describe_comparison([(s.place, s.table, s.found) for s in self.sections if s.what == COMPARED])
+
     def running_line(self) -> str:
         """Say which tables are not shown."""
         return f"Being run: {', '.join(self.running)}." if self.running else "Nothing is missing."
@@ -159,11 +176,13 @@ def stored_results(out: Path, note: Note = silent) -> Results:
     sections, shown = list[Section](), set[tuple[str, str, str]]()
     for data, regime in stored_regimes(out):
         store = Store(out, data, regime, note)
-        for what, build in TABLES.items():
-            if (what in FULL) != (regime.name in ("full", "last")) or (what in FULL and regimes.CHOSEN_FORM is None):
+        for what, build in {**TABLES, COMPARED: comparators_table}.items():
+            elsewhere = (what in FULL) != (regime.name in ("full", "last")) and what != COMPARED
+            if elsewhere or (what in FULL and regimes.CHOSEN_FORM is None):
                 continue
             made = build(Arms(data, regime))
-            section = Section(what, made, read_table(made, store), regime)
+            costs = read_costs(out, data, regime.name) if what == COMPARED else {}
+            section = Section(what, made, read_table(made, store), regime, costs)
             if mostly_stored(made, section.found):
                 sections.append(section)
                 shown.add((what, data, regime.name))
@@ -410,6 +429,7 @@ def results_markdown(results: Results, out: Path) -> str:
     parts += [results.running_line(), "## How to read the tables", *_READING]
     for section in results.sections:
         parts += [f"## {section.name}", section.facts(), markdown_table(*section.columns)]
+    parts += [f"## {_COMPARISON}", results.comparison()]
     parts += ["## Study: what ‖u‖ of a query says", _URL_TEXT, markdown_table(*u_table(results))]
     for study in LIVE_U.tables(results.live_u) if results.live_u else ():
         parts += [f"## Study: {study.title}", markdown_table(study.header, study.rows)]
@@ -432,6 +452,7 @@ def _results_html(results: Results, out: Path) -> bytes:
         if (figure := plot_table(section.what, section.table, section.found)) is not None:
             parts.append(drawing(figure, section.name))
         parts.append(table(*section.columns))
+    parts += [f"<h2>{html.escape(_COMPARISON)}</h2>", prose(results.comparison())]
     parts += ["<h2>Study: what ‖u‖ of a query says</h2>", prose(_URL_TEXT), table(*u_table(results))]
     for study in LIVE_U.tables(results.live_u) if results.live_u else ():
         parts += [f"<h2>Study: {html.escape(study.title)}</h2>", table(study.header, study.rows)]

@@ -180,7 +180,8 @@ class Store:
             return
         if self.weights is not None:
             found["weights"] = self.weights_hash()
-        found |= {"seconds": round(time.perf_counter() - started, 1), **_made(), "images": _fingerprint(dataset)}
+        made = {"date": time.strftime("%Y-%m-%d"), "machine": machine_name()}
+        found |= {"seconds": round(time.perf_counter() - started, 1), **made, "images": _fingerprint(dataset)}
         row = {"version": VERSION, "name": cell.name, "commit": source_commit(), "options": cell.options, **found}
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in row.items())
         write_atomic(self.folder / f"{cell.name}.json", f"{{\n{lines}\n}}\n".encode())
@@ -288,15 +289,15 @@ def _number(value: object) -> str:
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _made() -> dict[str, str]:
-    """The date and the machine."""
+def machine_name() -> str:
+    """Return the processor or the GPU, the cores in use, and the version of torch."""
     try:
         model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
         model = None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else (model[1] if model else platform.machine())
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} used"
-    return {"date": time.strftime("%Y-%m-%d"), "machine": f"{device}, {cores}, torch {torch.__version__}"}
+    return f"{device}, {cores}, torch {torch.__version__}"
 
 
 # -------------------- the protocol of tables --------------------
