@@ -32,7 +32,7 @@ from idml.embeddings import Embeddings
 from idml.files import write_atomic
 from idml.methods.base import Method
 from idml.model import Model
-from idml.progress import Note, Progress, silent
+from idml.progress import Note, silent
 from idml.reproduction.claims import Key
 from idml.reproduction.comparators import PROXY_ANCHOR, comparators_table
 from idml.reproduction.regimes import Arms, Regime, regime_for
@@ -91,7 +91,7 @@ def relative_times(costs: Mapping[Key, Cost]) -> dict[Key, float]:
 
 
 def measure_costs(
-    data: str | None, regime: str | None, out: Path, *, dry_run: bool = False, report: Progress = silent, note: Note
+    data: str | None, regime: str | None, out: Path, *, dry_run: bool = False, note: Note = silent
 ) -> dict[str, Any]:
     """Measure all arms of a data set in the regimes frozen and last, or in one of them; write and return them."""
     kind = (data or "cub").partition(":")[0]
@@ -107,11 +107,10 @@ def measure_costs(
             lines.append(f"{kind}, {name}: {len(arms)} processes of about {'20' if name == 'frozen' else '60'} seconds")
             continue
         measured = []
-        for arm in arms:
-            note(f"{kind}, {name}: {arm}")
+        for place, arm in enumerate(arms, start=1):
+            note(f"{kind}, {name}: {arm} ({place} of {len(arms)})")
             cost = _measure_apart(kind, name, arm.key)
             measured.append({"loss": arm.loss, "name": arm.name, **cost})
-            report({"arm": len(measured), "arms": len(arms)})
         facts = {"date": time.strftime("%Y-%m-%d"), "machine": machine_name(), "commit": source_commit()}
         found[f"{kind}-{name}"] = {**facts, "arms": measured}
     if dry_run:

@@ -100,7 +100,7 @@ def reproduce(
     if what in TABLES:
         return _reproduce_table(what, data, seeds, scale, regime, work)
     if what == COSTS and scale == "laptop":
-        return measure_costs(data, regime, out, dry_run=dry_run, report=report, note=note)
+        return measure_costs(data, regime, out, dry_run=dry_run, note=note)
     if scale != "laptop" or regime is not None:
         raise ValueError(f"{what} has one scale only: leave out --scale and --regime")
     if what == "collect":
