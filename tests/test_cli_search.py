@@ -237,3 +237,25 @@ def test_names_from_folders_are_escaped(run):
         assert all(c.isprintable() or c == "\n" for c in said)
         assert "\nFAKE LINE" not in said
     assert run("gallery", "list", "g", "--json")[1].count("FAKE LINE") == 3  # JSON has its own escapes
+
+
+def test_results_are_reranked_by_position_maps(run):
+    query = "photos/c05/3.png"
+    assert run("search", "calibrated", query, "--rerank", "diml")[0] == 2
+    made = result_of(run("index", "photos", "--to", "calibrated", "--maps", "--json"))
+    assert (made["unchanged"], made["maps"]) == (240, 240)
+    assert "0 new position maps" in run("index", "photos", "--to", "calibrated", "--maps")[1]
+    (reply,) = result_of(run("search", "calibrated", query, "-k", "3", "--rerank", "diml", "--json"))["replies"]
+    assert (reply["calibrated"], reply["promised"], reply["probability"]) == (False, False, None)
+    assert reply["results"][0]["path"] == query
+    assert len(reply["results"]) == 3
+    assert any("nothing is promised" in note for note in reply["notes"])
+    for words, said in (
+        (["--rerank", "dilm"], "unknown re-ranker 'dilm'; did you mean 'diml'?"),
+        (["--rerank", "diml", "--feedback", "right"], "--feedback judges answers for the next calibration"),
+        (["--rerank", "diml", "--max-missed", "0.1"], "a search without re-ranking"),
+        (["--rerank", "diml", "-k", "0"], "k must be a whole number above 0"),
+    ):
+        status, _, (line,) = run("search", "calibrated", query, *words)
+        assert status == 2
+        assert said in line

@@ -351,6 +351,9 @@ def _add_index(commands: Any) -> None:
     parser.add_argument("images", metavar="IMAGES", help="a folder; its sub-folders are labels")
     parser.add_argument("--to", metavar="GALLERY", required=True, help=_GALLERY)
     parser.add_argument("--model", metavar="RUN", help=f"{_RUN} (default: the gallery's own, or pretrained)")
+    parser.add_argument(
+        "--maps", action="store_true", help="also store position maps of all its images, for search --rerank diml"
+    )
     _add_runtime(parser)
 
 
@@ -363,11 +366,21 @@ def _index(options: argparse.Namespace) -> int:
         open_or_create(options.to, options.model, runtime=options.runtime) as gallery,
     ):
         counter = image_counter(display.report, "embedded")
+        maps = None
+        if options.maps:
+            from idml.search.reranking import add_maps, require_folder
+
+            require_folder(gallery)  # before the images are embedded
         done = index_folder(gallery, Path(options.images), progress=counter, note=display.note)
+        if options.maps:
+            maps = add_maps(gallery, progress=image_counter(display.report, "mapped"), note=display.note)
         items, calibrated = len(gallery), gallery.calibration is not None
     words = ", ".join(f"{value:,} {name}" for name, value in asdict(done).items())
     result = {**asdict(done), "items": items, "gallery": options.to}
     lines = [f"{options.to}: {words}; {items:,} images in all"]
+    if maps is not None:
+        result["maps"] = maps
+        lines.append(f"{maps:,} new position maps")
     if not calibrated:
         lines.append(f"next: idml calibrate {options.to}")
     _print_result(result, options.json, lines)
@@ -470,6 +483,9 @@ def _add_search(commands: Any) -> None:
     parser.add_argument(
         "--max-missed", type=float, metavar="X", help="show results until at most this share of lists has no right one"
     )
+    parser.add_argument(
+        "--rerank", metavar="WORD", help="diml: sort the first 100 results anew by position maps; nothing is promised"
+    )
     parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
     _add_runtime(parser)
 
@@ -481,11 +497,18 @@ def _search(options: argparse.Namespace) -> int:
 
     if options.label is not None and options.feedback != "wrong":
         raise ValueError("--label says what an image shows whose answer is wrong: use it with --feedback wrong")
+    if options.rerank is not None and options.feedback is not None:
+        raise ValueError("--feedback judges answers for the next calibration, which is one without --rerank")
     targets = RiskTargets(max_error=options.max_error, max_missed=options.max_missed)
     images = [read_image(path) for path in options.images]
     with Gallery.open(options.place, run=options.model, runtime=options.runtime) as gallery:
-        queries = gallery.embedder.embed(images)
-        replies = gallery.search_embeddings(queries, options.k, targets)
+        if options.rerank is not None:
+            from idml.search.reranking import search_reranked
+
+            replies = search_reranked(gallery, images, options.k, targets, options.rerank)
+        else:
+            queries = gallery.embedder.embed(images)
+            replies = gallery.search_embeddings(queries, options.k, targets)
         if options.feedback is not None:
             _keep_feedback(options, gallery, queries, replies)
     found, lines = [], []

@@ -119,10 +119,10 @@ def measure_costs(
     stored = json.loads(path.read_text()) if path.exists() else {}
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps({**stored, **found}, indent=1, ensure_ascii=False) + "\n").encode())
-    for place, part in found.items():
-        lines.append(f"{place}, on {part['machine']}:")
+    for key, part in found.items():
+        lines.append(f"{key}, on {part['machine']}:")
         costs = {(arm["loss"], arm["name"]): Cost(arm["seconds"], arm["memory"]) for arm in part["arms"]}
-        lines += [f"  {key[0]}, {key[1]}: {', '.join(c.text(costs[PROXY_ANCHOR]))}" for key, c in costs.items()]
+        lines += [f"  {', '.join((*arm, *cost.text(costs[PROXY_ANCHOR])))}" for arm, cost in costs.items()]
     return {"table": "\n".join([*lines, f"written to {path}"]), "costs": found}
 
 

@@ -29,13 +29,14 @@ from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.sqlite_storage import is_gallery
 from idml.search.gallery_folder import (
     CALIBRATION,
+    POSITION_MAPS,
     UPLOADS,
     ImageRoots,
     copy_model,
     find_model,
     update_model_files,
 )
-from idml.search.results import AnswerContext, GalleryChanged, Reply, Result, build_replies
+from idml.search.results import AnswerContext, GalleryChanged, Reply, Result, build_replies, check_count
 from idml.search.uploads import Upload, embed_uploads, find_intact
 
 __all__ = [
@@ -240,8 +241,7 @@ class Gallery:
         without: Sequence[str] | None = None,
     ) -> list[Reply]:
         """Search for queries that the gallery's model has embedded; ``without`` names an item to leave out for each."""
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"k must be a whole number above 0, got {k!r}")
+        check_count(k)
         for _ in range(_SEARCH_ATTEMPTS):
             if len(self.engine) <= (without is not None):
                 reason = "the collection is empty" if without is None else "the collection has no other image"
@@ -406,6 +406,10 @@ class Gallery:
             if self.roots is not None:
                 for id in ids:  # also for unknown ids: a kill may have come between the two steps
                     self.roots.delete_upload(id)
+                if (self.roots.folder / POSITION_MAPS).exists():
+                    from idml.search.position_maps import PositionMaps
+
+                    PositionMaps(self.roots.folder).delete(ids)
         return removed
 
     def relabel(self, labels: Mapping[str, str | None]) -> int:

@@ -8,6 +8,7 @@ The gallery holds copies of what it needs from the run, so the run is not needed
     GALLERY/model/config.yaml, learned.json          the options of the run and which images it learned from
     GALLERY/calibration.json, calibration.html       what `idml calibrate` stores
     GALLERY/feedback.json                            what people said about answers
+    GALLERY/position-maps.sqlite                     position maps for re-ranking, if there are any
     GALLERY/uploads/                                 uploaded images, named by their ids
     GALLERY/roots.json                               {name: folder}, the indexed folders; they stay where they are;
                                                      with a checksum
@@ -29,6 +30,7 @@ from idml.search.uploads import EXTENSIONS
 
 MODEL = "model"
 CALIBRATION, REPORT, FEEDBACK = "calibration.json", "calibration.html", "feedback.json"
+POSITION_MAPS = "position-maps.sqlite"
 UPLOADS, ROOTS = "uploads", "roots.json"
 _OPTIONAL_FILES = (ONNX, "config.yaml", LEARNED)
 _UPLOAD_ID = re.compile("[0-9a-f]{32}")

@@ -1,8 +1,8 @@
 """`idml gallery verify`: check everything that a gallery in a folder needs, not only its database.
 
-The model is compared with the fingerprint in the database. The calibration, the feedback, the exported model and the
-list of roots are compared with their own checksums, and every image file, uploaded or indexed, with the checksum that
-its item has in the database.
+The model is compared with the fingerprint in the database. The calibration, the feedback, the position maps, the
+exported model and the list of roots are compared with their own checksums, and every image file, uploaded or indexed,
+with the checksum that its item has in the database.
 """
 
 import hashlib
@@ -18,11 +18,12 @@ from idml.search.engines.base import Problem
 from idml.search.feedback import read_feedback
 from idml.search.gallery import read_calibration
 from idml.search.gallery_folder import CALIBRATION, FEEDBACK, MODEL, UPLOADS, ImageRoots, find_model
+from idml.search.position_maps import PositionMaps
 
 
 def verify_folder(engine: Engine, folder: Path, *, progress: Count = silent) -> list[Problem]:
     """Check the gallery in a folder; return what is damaged, missing or changed. ``progress`` counts image files."""
-    problems = [*engine.verify(), *_check_model(engine, folder)]
+    problems = [*engine.verify(), *_check_model(engine, folder), *PositionMaps(folder).find_problems()]
     try:
         items = list(engine.items())
     except DamagedGallery:  # the engine has named the damaged rows; the others can still be read one by one

@@ -78,6 +78,12 @@ class AnswerContext:
     void: str = ""
 
 
+def check_count(k: object) -> None:
+    """Raise ``ValueError`` unless k can be a number of results."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a whole number above 0, got {k!r}")
+
+
 def build_replies(
     engine: Engine,
     queries: Embeddings,
