@@ -43,4 +43,4 @@ def case(method, loss=None):
     return {"method": method, "loss": loss or losses_of(method)[-1], **_OPTIONS.get(method, {})}
 
 
-CASES = [(method, loss) for method in METHODS for loss in losses_of(method)]
+CASES = [("plain", "rankmi"), *((method, loss) for method in METHODS for loss in losses_of(method))]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from idml.training.config import TrainConfig, from_dict, to_dict
 from idml.training.distributed import Processes
 from idml.training.loop import train
 from idml.training.step import compute_gradients
-from method_cases import CASES, FROZEN, TAUGHT, case
+from method_cases import CASES, COMPARATORS, FROZEN, TAUGHT, case
 
+METHODS_PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
 MIXING = ("mixup", "idml", "pel-mixup")
 
 
@@ -103,6 +105,51 @@ def test_what_a_method_adds_is_what_it_says_it_adds(method):
         empty = trained.add_images(torch.zeros(8, 1, 1, 1), labels, seed=1, epoch=2, step=3)
         assert torch.equal(empty.labels.ids, batch.labels.ids)  # a frozen trunk relies on it
         assert empty.lam == batch.lam
+
+
+def one_step(method, **changes):
+    """The terms of a step of 16 images of 4 classes, what it measures, and the gradient of the uncertainty head."""
+    config = from_dict({
+        "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8,
+        **case(method), "batch_size": 16, "per_class": 4, **changes,
+    })  # fmt: skip
+    torch.manual_seed(0)
+    labels = torch.arange(16) % 4
+    model, trained = build(config, labels, 4)
+    images = torch.rand(16, 3, 16, 16)
+    batch = trained.add_images(images, labels, seed=0, epoch=0, step=0)
+    terms, embeddings = compute_gradients(batch, torch.arange(16), model, trained, config, Processes(), seed=3)
+    return terms, trained.measure(embeddings, batch), model.uncertainty.linear.weight.grad, batch
+
+
+@pytest.mark.parametrize("method", COMPARATORS)
+def test_the_introspective_metric_is_taken_or_refused_in_one_line(method):
+    row = next(line for line in METHODS_PAGE.splitlines() if line.startswith(f"| `{method}`"))
+    if method == "dreml":
+        assert row.endswith("| no |")
+        with pytest.raises(ValueError, match="method dreml has no option 'introspective'") as caught:
+            one_step(method, introspective=True)
+        assert "\n" not in str(caught.value)
+        return
+    assert not row.endswith("| no |")
+    options = {"detach": False} if method != "abe" else {}
+    terms, measured, gradient, _ = one_step(method, introspective=True, **options)
+    assert all(value == value for value in terms.values())
+    assert "u" not in terms  # the loss itself teaches u
+    assert 0 < measured["weight"] <= 1
+    assert bool(gradient.any())
+
+
+@pytest.mark.parametrize("method", COMPARATORS)
+def test_every_comparator_takes_label_sets(method):
+    terms, _, _, batch = one_step(method, ambiguity=("mixup",))
+    assert all(value == value for value in terms.values())
+    sizes = (batch.labels.ids >= 0).sum(dim=1)
+    assert int(batch.mixed.sum()) > 0
+    assert bool((sizes[batch.mixed] == 2).any())
+    assert bool((sizes[~batch.mixed] == 1).all())
+    plain, _, _, _ = one_step(method)
+    assert {**terms} != {**plain}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -115,11 +115,12 @@ def test_each_task_has_its_slice(attached):
 def test_without_the_further_tasks_it_is_the_loss_of_one_slice():
     method = method_of("diva", loss="contrastive", dim=8, task_weight=0.0, diva_adversary=0.0)
     method._sample_loss = lambda queries, views: queries.sum() * 0
-    embeddings, batch = batch_of(12, 8)
+    embeddings, batch = batch_of(24, 8)  # 12 images and a second view of each
     terms = method.loss(embeddings, batch, torch.arange(12), seed=0)
     total = sum(value for name, value in terms.items() if name != "u")
     plain = method_of("plain", loss="contrastive", dim=2)
-    expected = plain.metric_loss(Embeddings(embeddings.semantic[:, :2], embeddings.uncertainty), batch.labels)
+    seen = Embeddings(embeddings.semantic[:12, :2], embeddings.uncertainty[:12])
+    expected = plain.metric_loss(seen, batch.labels[:12])
     torch.testing.assert_close(total, expected)
 
 

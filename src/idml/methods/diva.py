@@ -17,7 +17,7 @@ weights are a moving average, and with the keys k_q of earlier batches:
 
 w_iq ∝ the inverse density of the distance (`idml.mining.log_inverse_density`, d from 0.5; 0 beyond 1.4), Σ_q w_iq = 1.
 At test all slices count alike (the authors choose weights on the test classes). A second view is a crop of at
-least 3/4 of the first, resized, and mirrored with probability ½.
+least 3/4 of the first, resized, and mirrored with probability ½. Mixtures take part in all tasks, with label sets.
 """
 
 import copy
@@ -164,25 +164,20 @@ class Diva(MetricMethod):
     # ---- the second view of each image ----
 
     @classmethod
-    def mixture_kinds(cls, ambiguity: Sequence[str]) -> tuple[str, ...]:
-        """None."""
-        return ()
-
-    @classmethod
     def count_added(cls, options: Any, ambiguity: Sequence[str], n: int) -> int:
-        """A second view of each image."""
-        return n
+        """The mixtures, if there are any, and a second view of each image and mixture."""
+        return n + 2 * super().count_added(options, ambiguity, n)
 
     def added_key(self) -> tuple[Any, ...]:
-        """The second views depend on nothing else."""
-        return ("second view",)
+        """The second views depend on nothing else than the mixtures do."""
+        return ("second view", *super().added_key())
 
     def add_images(self, images: Tensor, labels: Tensor, *, seed: int, epoch: int, step: int) -> Batch:
-        """The images, then a second view of each."""
-        views = second_view(images, random_stream("second view", seed, epoch, step))
-        sets = LabelSets(labels)
-        unmixed = torch.zeros(2 * len(images), dtype=torch.bool, device=images.device)
-        return Batch(torch.cat([images, views]), LabelSets.cat([sets, sets]), unmixed)
+        """The images and their mixtures, then a second view of each."""
+        seen = super().add_images(images, labels, seed=seed, epoch=epoch, step=step)
+        views = second_view(seen.images, random_stream("second view", seed, epoch, step))
+        mixed = torch.cat([seen.mixed, seen.mixed])
+        return Batch(torch.cat([seen.images, views]), LabelSets.cat([seen.labels, seen.labels]), mixed, seen.lam)
 
     # ---- the network and the queue of the keys ----
 
@@ -229,7 +224,7 @@ class Diva(MetricMethod):
 
     def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
         """The four tasks, the adversaries, and the ranking of ‖u‖."""
-        n, weight = len(numbers), self.options.task_weight
+        n, weight = len(batch.labels) // 2, self.options.task_weight  # the second views come last
         seen, labels = embeddings[:n], batch.labels[:n]
         raw = seen.semantic.unflatten(1, (len(SLICES), -1))
         unit = self.embedding(seen).semantic.unflatten(1, (len(SLICES), -1))
@@ -245,7 +240,7 @@ class Diva(MetricMethod):
             "intra": weight * intra,
             "sample": weight * self._sample_loss(unit[:, 3], batch.images[n:]),
             "adversary": self.options.diva_adversary * adversary,
-            **self.teach(seen, batch, n),
+            **self.teach(seen, batch, len(numbers)),
         }
 
     def _sample_loss(self, queries: Tensor, views: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ first half of every batch is drawn by class, the second by cluster. A share of t
 another image. At test c is used alone.
 
 Our choice: both halves make one step, and w_a is a weight; the authors make two steps and leave out the second with
-probability 1 − w_a.
+probability 1 − w_a. Mixtures are those of the first half, with label sets; the clusters learn from images alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,9 +91,18 @@ class Mic(MetricMethod):
         return {**super().model_options(options), **own}
 
     @classmethod
-    def mixture_kinds(cls, ambiguity: Sequence[str]) -> tuple[str, ...]:
-        """None."""
-        return ()
+    def count_added(cls, options: Any, ambiguity: Sequence[str], n: int) -> int:
+        """Mixtures of the first half of a batch, if there are any."""
+        return super().count_added(options, ambiguity, n) // 2
+
+    def add_images(self, images: Tensor, labels: Tensor, *, seed: int, epoch: int, step: int) -> Batch:
+        """The images, then mixtures of those that are drawn by class."""
+        half = len(images) // 2
+        first = super().add_images(images[:half], labels[:half], seed=seed, epoch=epoch, step=step)
+        sets = LabelSets.cat([LabelSets(labels), first.labels[half:]])
+        unmixed = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+        mixed = torch.cat([unmixed, first.mixed[half:]])
+        return Batch(torch.cat([images, first.images[half:]]), sets, mixed, first.lam)
 
     def learning_rate_factors(self) -> dict[str, float]:
         """The adversary learns as fast as the model."""
@@ -134,14 +143,17 @@ class Mic(MetricMethod):
 
     def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
         """The losses of both halves, the adversary, and the ranking of ‖u‖."""
-        half, dim = len(numbers) // 2, self.task.embedding_dim
-        classes, rest = self.embedding(embeddings), embeddings.semantic[:, dim:]
-        kappa = self._noisy(self.kappa[numbers[half:].to(self.kappa.device)], seed)
-        clustered = self.cluster_loss(rest[half:], LabelSets(kappa), seed=seed)
+        n, dim = len(numbers), self.task.embedding_dim
+        rest = embeddings.semantic[:, dim:]
+        places = torch.arange(len(batch.labels), device=rest.device)
+        by_class, by_cluster = torch.cat([places[: n // 2], places[n:]]), places[n // 2 : n]  # mixtures come last
+        kappa = self._noisy(self.kappa[numbers[n // 2 :].to(self.kappa.device)], seed)
+        clustered = self.cluster_loss(rest[by_cluster], LabelSets(kappa), seed=seed)
         target, source = unit_rows(embeddings.semantic[:, :dim]), unit_rows(rest)
-        adversary = self.adversary(target[:half], source[:half]) + self.adversary(target[half:], source[half:])
+        adversary = self.adversary(target[by_class], source[by_class])
+        adversary = adversary + self.adversary(target[by_cluster], source[by_cluster])
         return {
-            "pairs": self.metric_loss(classes[:half], batch.labels[:half], seed=seed),
+            "pairs": self.metric_loss(self.embedding(embeddings)[by_class], batch.labels[by_class], seed=seed),
             "clusters": self.options.cluster_weight * clustered,
             "adversary": self.options.adversary_weight * adversary,
             **self.teach(embeddings, batch, len(numbers)),
