@@ -30,6 +30,16 @@ def batch_of(images, columns, *, classes=4, seed=0, sets=None, dim=None):
     return embeddings, Batch(torch.zeros(images, 1, 1, 1), known, torch.zeros(images, dtype=torch.bool))
 
 
+def assert_same(found, expected, *inputs):
+    """Two scalars have the same value, and the same gradients with respect to the inputs."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    gradients = (torch.autograd.grad(x, inputs, retain_graph=True, allow_unused=True) for x in (found, expected))
+    for a, b in zip(*gradients, strict=True):
+        assert (a is None) is (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def gradients_of(method, embeddings, batch, seed=0):
     """The gradients of the sum of a method's terms with respect to s and u."""
     terms = method.loss(embeddings, batch, torch.arange(len(batch.labels)), seed)

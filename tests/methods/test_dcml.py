@@ -1,8 +1,7 @@
 """DCML: composites by loops, the clear choices by F.cross_entropy, subtasks, one composite as plain training."""
 
-import pytest
 import torch
-from method_batches import batch_of, gradients_of, method_of
+from method_batches import assert_same, batch_of, gradients_of, method_of
 from torch.nn.functional import cross_entropy, normalize
 
 from idml import Embeddings, LabelSets
@@ -58,7 +57,7 @@ def test_each_composite_has_a_random_half_of_the_classes():
         total = total + method.metric_loss[m](part, batch.labels[rows], seed=4)
     assert all(len(half) == 3 for half in halves)
     assert len(set(halves)) > 1
-    assert float(terms["pairs"]) == pytest.approx(float(total), rel=1e-5)
+    assert_same(terms["pairs"], total, embeddings.semantic)
     assert len(subtask_rows(LabelSets(torch.zeros(4, dtype=torch.long)), 6, random_stream("x"))) == 4
 
 

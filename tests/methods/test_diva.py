@@ -1,10 +1,11 @@
 """DiVA: DaNCE against cross-entropy, queue and moving average against plain ones, triplets, and each task's term."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
-from method_batches import batch_of, method_of
+from method_batches import assert_same, batch_of, method_of
 from torch.nn.functional import cross_entropy, normalize
 
 from idml import Embeddings, IntrospectiveMetric, LabelSets
@@ -98,18 +99,38 @@ def test_each_task_has_its_slice(attached):
         gradient[:, 2 * k : 2 * k + 2] = 0
         assert not gradient.any()
     plain = IntrospectiveMetric(rule="off")
-    assert float(terms["pairs"]) == pytest.approx(
-        float(method.metric_loss(Embeddings(s[:12, :2], outputs.uncertainty[:12]), labels))
-    )
+    assert_same(terms["pairs"], method.metric_loss(Embeddings(s[:12, :2], outputs.uncertainty[:12]), labels), s)
     generator = random_stream("tasks", 3)
     order = torch.randperm(12, generator=generator)
-    assert float(terms["shared"]) == pytest.approx(0.3 * float(method.shared_loss(s[:12, 2:4], labels[order])))
+    assert_same(terms["shared"], 0.3 * method.shared_loss(s[:12, 2:4], labels[order]), s)
     d = plain.distances(s[:12, 4:6])
     a, p, n = intra_class_triplets(LabelSets(labels), generator)
-    assert float(terms["intra"]) == pytest.approx(0.3 * float(margin_of_pairs(d[a, p], d[a, n], beta=1.2, margin=0.2)))
+    assert_same(terms["intra"], 0.3 * margin_of_pairs(d[a, p], d[a, n], beta=1.2, margin=0.2), s)
+    unit_s = normalize(s[:12].unflatten(1, (4, 2)), dim=2)
+    adversary = sum(part(unit_s[:, 0], unit_s[:, t + 1]) for t, part in enumerate(method.adversaries))
+    assert_same(terms["adversary"], 0.09 * adversary, s)
     again = method.loss(Embeddings(s, outputs.uncertainty), batch, torch.arange(12), seed=3)
     assert float(terms["sample"]) == 0  # the queue was empty
     assert float(again["sample"]) > 0
+
+
+def test_mixtures_get_second_views_too():
+    method = method_of("diva", loss="contrastive", dim=8)
+    images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 3
+    one = method.add_images(images, labels, seed=0, epoch=0, step=0)
+    method.task = replace(method.task, ambiguity=("mixup",))
+    batch = method.add_images(images, labels, seed=0, epoch=0, step=0)
+    assert (len(one.images), len(batch.images)) == (12, 24)
+    assert [method.count_added(method.options, kinds, 6) for kinds in ((), ("mixup",))] == [6, 18]
+    assert batch.mixed.tolist() == ([False] * 6 + [True] * 6) * 2
+    assert torch.equal(batch.labels.ids[:12], batch.labels.ids[12:])
+    assert method.added_key() == ("second view", "mixup")
+    embeddings, _ = batch_of(24, 8)
+    method._sample_loss = lambda queries, views: queries.sum() * 0 + len(views)
+    terms = method.loss(embeddings, batch, torch.arange(6), seed=0)
+    seen = Embeddings(embeddings.semantic[:12, :2], embeddings.uncertainty[:12])
+    assert_same(terms["pairs"], method.metric_loss(seen, batch.labels[:12]), embeddings.semantic)
+    assert float(terms["sample"]) == pytest.approx(0.3 * 12)
 
 
 def test_without_the_further_tasks_it_is_the_loss_of_one_slice():

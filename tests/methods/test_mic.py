@@ -1,8 +1,10 @@
 """MIC: halves by class and by cluster, every term by its formula, weights of 0 as plain training, planted styles."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from method_batches import batch_of, method_of
+from method_batches import assert_same, batch_of, method_of
 from sklearn.metrics import normalized_mutual_info_score
 
 from idml import Embeddings, LabelSets
@@ -24,14 +26,38 @@ def test_every_term_by_its_formula(introspective):
     c, a = embeddings.semantic[:, :8], embeddings.semantic[:, 8:]
     pairs = method.metric_loss(Embeddings(c[:4], embeddings.uncertainty[:4]), batch.labels[:4])
     clusters = method.cluster_loss(a[4:], LabelSets(method.kappa[numbers[4:]]))
-    assert float(terms["pairs"]) == pytest.approx(float(pairs))
-    assert float(terms["clusters"]) == pytest.approx(0.5 * float(clusters))
+    inputs = [embeddings.semantic, embeddings.uncertainty]
+    assert_same(terms["pairs"], pairs, *inputs)
+    assert_same(terms["clusters"], 0.5 * clusters, *inputs)
     total = 0.0
     for target, source in zip(c, a, strict=True):
         g = method.adversary.predict(source / source.norm())
-        total = total - 8 * float(((target / target.norm() * g / g.norm()) ** 2).sum()) / 4
-    assert float(terms["adversary"]) == pytest.approx(0.3 * total, rel=1e-4)
+        total = total - 8 * ((target / target.norm() * g / g.norm()) ** 2).sum() / 4
+    assert float(terms["adversary"]) == pytest.approx(0.3 * float(total), rel=1e-4)
+    found, expected = (torch.autograd.grad(x, inputs[0], retain_graph=True)[0] for x in (terms["adversary"], total))
+    torch.testing.assert_close(found, -0.3 * expected, rtol=1e-4, atol=1e-6)  # the embeddings work against g
     assert method.cluster_loss.metric.rule == "off"
+
+
+def test_mixtures_of_the_first_half_join_the_classes():
+    method = mic(adversary_weight=0.3)
+    images, labels = torch.rand(8, 3, 4, 4), torch.arange(8) % 4
+    method.task = replace(method.task, ambiguity=("mixup",))
+    batch = method.add_images(images, labels, seed=0, epoch=0, step=0)
+    assert len(batch.images) == 12 == 8 + method.count_added(method.options, ("mixup",), 8)
+    assert torch.equal(batch.images[:8], images)
+    for i in range(4):
+        first, second = labels[i], next(j for j in batch.labels.ids[8 + i].tolist() if j != labels[i])
+        lam, other = batch.lam, labels[:4].tolist().index(second)
+        torch.testing.assert_close(batch.images[8 + i], lam * images[i] + (1 - lam) * images[other])
+        assert int(first) in batch.labels.ids[8 + i].tolist()
+    embeddings, _ = batch_of(12, 16, dim=8)
+    terms = method.loss(embeddings, batch, torch.arange(8), seed=0)
+    rows = [0, 1, 2, 3, 8, 9, 10, 11]
+    part = Embeddings(embeddings.semantic[rows, :8], embeddings.uncertainty[rows])
+    assert_same(terms["pairs"], method.metric_loss(part, batch.labels[rows]), embeddings.semantic)
+    clustered = method.cluster_loss(embeddings.semantic[4:8, 8:], LabelSets(method.kappa[torch.arange(4, 8)]))
+    assert_same(terms["clusters"], 0.8 * clustered, embeddings.semantic)
 
 
 def test_without_clusters_and_adversary_the_first_half_is_plain_training():
