@@ -1,0 +1,206 @@
+"""Checkpoints by themselves: everything comes back, and what does not belong to a run is refused in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from idml.model import build_model
+from idml.training.checkpoint import Position, load_checkpoint, lock_run, save_checkpoint
+from idml.training.config import from_dict
+
+POSITION = Position(step=7, epoch=2, epoch_start=6, best_step=5, best_score=0.25)
+CONFIG = {"data": "glyphs", "out": "runs/x", "trunk": "conv4", "pretrained": False}
+
+
+def trained(seed, steps=2):
+    """A model, a method with a parameter and a buffer, and their optimizer after some steps."""
+    torch.manual_seed(seed)
+    model = build_model("conv4", embedding_dim=4, image_size=16)
+    method = nn.Linear(4, 3)
+    method.register_buffer("mean", torch.randn(4))
+    optimizer = torch.optim.AdamW([*model.parameters(), *method.parameters()], lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        method(model(torch.rand(4, 3, 16, 16)).semantic).square().sum().backward()
+        optimizer.step()
+    return model, method, optimizer
+
+
+def state(model, method, optimizer):
+    moments = optimizer.state_dict()["state"]
+    own = {f"{n}.{key}": torch.as_tensor(value) for n, entry in moments.items() for key, value in entry.items()}
+    return {
+        **{f"model.{key}": value.clone() for key, value in model.state_dict().items()},
+        **{f"method.{key}": value.clone() for key, value in method.state_dict().items()},
+        **{f"optimizer.{key}": value.clone() for key, value in own.items()},
+    }
+
+
+def same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture
+def config():
+    return from_dict(CONFIG)
+
+
+@pytest.fixture
+def saved(tmp_path, config):
+    """A checkpoint in a folder that did not exist, and what it was made of."""
+    path = tmp_path / "new" / "checkpoints" / "last.safetensors"
+    parts = trained(0)
+    save_checkpoint(path, *parts, POSITION, config, "the data")
+    return path, parts
+
+
+def test_everything_comes_back(saved, config):
+    path, parts = saved
+    others = trained(1, steps=1)
+    assert not same(state(*parts), state(*others))
+    assert load_checkpoint(path, *others, config, "the data") == POSITION
+    assert same(state(*parts), state(*others))
+    assert any(name.startswith("optimizer.") for name in state(*others))
+    assert same(load_file(path), state(*parts))
+    fresh = trained(2, steps=0)  # an optimizer that has no moments yet
+    load_checkpoint(path, *fresh, config, "the data")
+    assert same(state(*parts), state(*fresh))
+    assert fresh[2].param_groups[0]["lr"] == 1e-2
+
+
+def test_saving_again_replaces_the_checkpoint(saved, config):
+    path, _ = saved
+    later = trained(3)
+    save_checkpoint(path, *later, replace(POSITION, step=8), config, "the data")
+    fresh = trained(4)
+    assert load_checkpoint(path, *fresh, config, "the data").step == 8
+    assert same(state(*later), state(*fresh))
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_new_run_has_done_nothing():
+    assert Position() == Position(step=0, epoch=0, epoch_start=0, best_step=-1, best_score=-1.0)
+
+
+def rewritten(path, **changes):
+    """The checkpoint with another note."""
+    with safe_open(path, framework="pt") as file:
+        note = json.loads(file.metadata()["idml"])
+    assert set(note) == {"progress", "config", "dataset", "weights_sha256"}
+    save_file(load_file(path), path, metadata={"idml": json.dumps({**note, **changes})})
+    return note
+
+
+def refusal(path, config, parts=None, data="the data"):
+    """The one line of a refusal, which leaves everything as it was."""
+    parts = parts or trained(5)
+    before = state(*parts)
+    with pytest.raises(ValueError, match=".") as error:
+        load_checkpoint(path, *parts, config, data)
+    assert same(before, state(*parts))
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__ or error.value.__context__ is None
+    return str(error.value)
+
+
+def test_other_options_data_and_weights_are_refused(saved, config):
+    path, parts = saved
+    said = refusal(path, replace(config, lr=0.5, epochs=99))
+    assert said.startswith("cannot resume with other options: ")
+    assert "lr" in said
+    assert "; epochs" in said or "epochs" in said.split("; ")[0]
+    assert refusal(path, config, data="more data") == (
+        "cannot resume on other data: glyphs no longer holds the images this run began with"
+    )
+    model, method, optimizer = trained(6)
+    model.config = replace(model.config, weights_sha256="another file")
+    weights = replace(config, weights="w.pth")
+    save_checkpoint(path, *parts, POSITION, weights, "the data")
+    assert refusal(path, weights, (model, method, optimizer)) == (
+        "cannot resume with other weights: w.pth is not the file this run began with"
+    )
+    save_checkpoint(path, model, method, optimizer, POSITION, weights, "the data")
+    assert load_checkpoint(path, model, method, optimizer, weights, "the data") == POSITION
+    assert rewritten(path)["weights_sha256"] == "another file"
+
+
+def test_another_version_is_refused(saved, config):
+    path, _ = saved
+    note = rewritten(path, config={"no such option": 1})
+    words = f"{path} was written by another version of idml: train into a new directory"
+    said = refusal(path, config)
+    assert said.startswith(f"{words} (")
+    assert "no such option" in said
+    rewritten(path, config=note["config"])
+    model, method, optimizer = trained(0)
+    assert refusal(path, config, (model, nn.Linear(9, 9), optimizer)).endswith("train into a new directory")
+    assert load_checkpoint(path, model, method, optimizer, config, "the data") == POSITION
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "no note", "no position", "odd position", "not JSON"])
+def test_what_is_no_checkpoint_is_refused(saved, config, damage):
+    path, _ = saved
+    whole = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "text":
+        path.write_text("a letter\nof two lines")
+    elif damage == "no note":
+        save_file(load_file(path), path, metadata={"other": "x"})
+    elif damage == "no position":
+        rewritten(path, progress=None)
+    elif damage == "odd position":
+        rewritten(path, progress={"steps": 1})
+    else:
+        save_file(load_file(path), path, metadata={"idml": "{"})
+    said = refusal(path, config)
+    assert said.startswith(f"{path} is not a sound checkpoint (")
+    assert said.endswith(")")
+    assert "None" not in said.partition("(")[2] or damage == "no position"
+
+
+def test_a_note_without_weights_is_of_a_run_without_them(saved, config):
+    """Notes of the first format have no such entry."""
+    path, _ = saved
+    with safe_open(path, framework="pt") as file:
+        note = json.loads(file.metadata()["idml"])
+    del note["weights_sha256"]
+    save_file(load_file(path), path, metadata={"idml": json.dumps(note)})
+    assert load_checkpoint(path, *trained(7), config, "the data") == POSITION
+
+
+HOLD = "import sys, time; from pathlib import Path; from idml.training.checkpoint import lock_run\n"
+HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sleep(1000)"
+
+
+def test_one_run_a_directory(tmp_path):
+    run = tmp_path / "deep" / "run"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(ValueError, match="another run is writing into") as error:
+                lock_run(run)
+            assert repr(str(run)) in str(error.value)
+        finally:
+            os.kill(other.pid, signal.SIGKILL)
+    lock_run(run).close()  # a killed process holds nothing
+    with lock_run(run):
+        assert (run / ".lock").exists()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"^cannot write into the run directory '.*/file/run' \(Not a directory\)$"):
+        lock_run(tmp_path / "file" / "run")
