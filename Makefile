@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint docs faults bench clean
+.PHONY: setup demo test lint docs faults chaos mutants repeat bench clean
 
 setup: .venv/.ready
 
@@ -30,6 +30,17 @@ faults: setup
 	IDML_KILLS=20 IDML_SCHEMA_EXAMPLES=400 IDML_FUZZ=3000 $(BIN)/python -m pytest tests/training/test_resume.py tests/methods/test_all_methods.py tests/training/test_bad_input.py \
 		tests/search/test_kills.py tests/search/test_readers.py tests/search/test_damage.py tests/search/test_indexing.py tests/search/test_milvus.py tests/test_search_benchmark.py \
 		tests/search/test_integrity.py tests/server/test_schema.py tests/test_fuzz.py tests/audit/test_decisions.py
+
+chaos: setup
+	$(BIN)/python tests/chaos.py --engine sqlite --seconds 900
+	$(BIN)/python tests/chaos.py --engine milvus --seconds 900
+
+mutants: setup
+	$(BIN)/mutmut run
+	$(BIN)/python tests/mutants.py
+
+repeat: setup
+	$(BIN)/python tests/repeat.py
 
 bench: setup
 	$(BIN)/python benchmarks/loss_step.py

@@ -319,3 +319,26 @@ def test_a_closed_service_refuses_requests(gallery):
         assert "shutting down" in said(response)
     with pytest.raises(ValueError, match="closed"):
         len(gallery)
+
+
+def test_a_gallery_that_cannot_be_read_now(gallery, monkeypatch):
+    """A Milvus server that is down, or a disk that fails: 503 and a reason, not an unexpected error."""
+    with client_of(gallery, limits=Limits(rate=1e6)) as client:
+        id = client.get("/api/items").json()["items"][0]["id"]
+
+        def fail(*args, **options):
+            raise OSError("Milvus at localhost failed: nobody answers")
+
+        for method in ("search", "get", "get_many"):
+            monkeypatch.setattr(gallery.engine, method, fail)
+        for response in (
+            search(client, picture(1)),
+            client.get(f"/api/items/{id}"),
+            client.get(f"/api/items/{id}/similar"),
+            client.get("/api/items"),
+        ):
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            assert said(response) == "the gallery cannot be read now; the server's log says why"
+        monkeypatch.undo()
+        assert search(client, picture(1)).status_code == 200

@@ -86,7 +86,8 @@ class Service:
         """Search for an uploaded image."""
         with self._queue_slot():
             async with self._decoders.decode(data) as decoded:
-                reply = await self._batcher.search(decoded.image, k, targets)
+                with _readable():
+                    reply = await self._batcher.search(decoded.image, k, targets)
         self._metrics.count_answer(reply.answer.state.value)
         return reply
 
@@ -101,7 +102,7 @@ class Service:
                 self._get_item(id)  # 404 if it is removed at that moment
                 raise
 
-        with self._queue_slot():
+        with self._queue_slot(), _readable():
             reply = await self._run(self._worker, search)
         self._metrics.count_answer(reply.answer.state.value)
         return reply
@@ -193,7 +194,8 @@ class Service:
         """Read something from the gallery, in a thread."""
         if not self._open:
             raise shutting_down()
-        return await self._run(self._readers, work, *args)
+        with _readable():
+            return await self._run(self._readers, work, *args)
 
     async def read_item(self, id: str, work: Callable[[Item], T]) -> T:
         """Read something about an item, in a thread; 404 also if the item is removed at that moment."""
@@ -299,6 +301,16 @@ class Service:
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Refuse a request if the gallery cannot be read now: a Milvus server that is down may be there again soon."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("the gallery cannot be read: %s", error)
+        raise ApiError(503, "the gallery cannot be read now; the server's log says why", retry_after=1) from None
 
 
 # -------------------- pages of items --------------------
