@@ -121,7 +121,7 @@ class PositionMapper:
         self.device = best_device()
         self.head: torch.nn.Module = torch.nn.Identity()  # the features of the pretrained trunk are s
         if str(source) == PRETRAINED:
-            self.trunk, self.grey = pretrained_trunk()[0], False
+            self.trunk, self.grey = pretrained_trunk(), False
             return
         model = load_model(source).to(self.device).eval()
         if not isinstance(model.semantic, LinearHead):
