@@ -119,11 +119,11 @@ def triplet_semihard(d, sets, margin=0.1, columns=None):
     return mean(terms)
 
 
-def contrastive(d, sets, positive_margin=0.0, negative_margin=0.5, columns=None):
+def contrastive(d, sets, positive_margin=0.0, negative_margin=0.5, power=1, columns=None):
     pulls, pushes = [], []
     for i in range(len(sets)):
-        pulls += [d[i][j] - positive_margin for j in positives(i, sets, columns)]
-        pushes += [negative_margin - d[i][j] for j in negatives(i, sets, columns)]
+        pulls += [d[i][j] ** power - positive_margin for j in positives(i, sets, columns)]
+        pushes += [negative_margin - d[i][j] ** power for j in negatives(i, sets, columns)]
     return mean_of_positive(pulls) + mean_of_positive(pushes)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from pytorch_metric_learning import distances, miners
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import miners
 
 from idml import Embeddings, IntrospectiveMetric, LabelSets
 from idml.labels import pair_masks
@@ -61,6 +61,13 @@ def test_pair_loss(name, images, classes, seed):
     assert_same(ours, theirs, [x], [x])
     if classes < images / 2:
         assert ours > 0  # the batch exercises the loss
+
+
+@pytest.mark.parametrize(("images", "classes", "seed"), BATCHES)
+def test_contrastive_of_squared_distances(images, classes, seed):
+    x, labels = batch(images, classes, seed)
+    theirs = pml.ContrastiveLoss(0.0, 1.0, distance=distances.LpDistance(power=2))(x, labels)
+    assert_same(build_loss("contrastive", metric=OFF, negative_margin=1.0, power=2.0)(x, labels), theirs, [x], [x])
 
 
 @pytest.mark.parametrize(("images", "classes", "seed"), BATCHES)

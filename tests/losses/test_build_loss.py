@@ -96,6 +96,7 @@ Y = torch.tensor([0, 0, 1, 1, 2, 2])
             lambda: build_loss("softmax", num_classes=3, embedding_dim=4).to("meta")(images(), Y),
             "the proxies are on meta but embeddings are on cpu",
         ),
+        (lambda: contrastive(torch.rand(2, 2), torch.eye(2).bool(), power=0.5), "power must be at least 1, got 0.5"),
         (lambda: build_loss("ranked_list", gallery_gradient=2.0), "gallery_gradient must lie in 0 … 1, got 2.0"),
         (lambda: contrastive(torch.zeros(3, 3), torch.zeros(3, 3)), "matches must be bool"),
         (

@@ -22,7 +22,7 @@ OTHER_PARAMETERS = {
     "triplet_semihard": {"margin": 0.25},
     "proxy_nca": {"scale": 5.0},
     "fast_ap": {"bins": 7},
-    "contrastive": {"positive_margin": 0.4, "negative_margin": 1.1},
+    "contrastive": {"positive_margin": 0.4, "negative_margin": 1.1, "power": 2.0},
     "margin_dw": {"beta": 0.9, "margin": 0.3},
     "multi_similarity": {"alpha": 3.0, "beta": 20.0, "base": 0.3, "epsilon": 0.02},
     "proxy_anchor": {"alpha": 9.0, "margin": 0.3},

@@ -13,8 +13,11 @@ def contrastive(
     *,
     positive_margin: float = 0.0,
     negative_margin: float = 0.5,
+    power: float = 1.0,
 ) -> Tensor:
-    """mean⁺ [D_ij − m₊]₊ over positive pairs + mean⁺ [m₋ − D_ij]₊ over negative pairs; mean⁺ skips zeros.
+    """mean⁺ [D_ij^p − m₊]₊ over positive pairs + mean⁺ [m₋ − D_ij^p]₊ over negative pairs; mean⁺ skips zeros.
+
+    ``power`` p is 1; with 2 the distances are squared, as in ABE.
 
     >>> import torch
     >>> d = torch.tensor([[0.0, 0.4, 0.3], [0.4, 0.0, 0.9], [0.3, 0.9, 0.0]])
@@ -23,6 +26,9 @@ def contrastive(
     tensor(0.6000)
     """
     require_pairs(distances, matches, square=not others)
+    if power < 1:
+        raise ValueError(f"power must be at least 1, got {power}")
+    distances = distances if power == 1 else distances**power
     positive, negative = pair_masks(matches, others)
     pulled = positive.logical_and_(distances.detach() > positive_margin)
     pushed = negative.logical_and_(distances.detach() < negative_margin)

@@ -46,8 +46,8 @@ class Comparator:
 
 COMPARATORS = (
     Comparator(
-        "ABE-8", "contrastive", "abe", {"loss_parameters": ("negative_margin=1.0",)}, frozen=False, network="512G",
-        remark="masks by 1×1 convolutions instead of copies of layers; distances that are not squared",
+        "ABE-8", "contrastive", "abe", {"loss_parameters": ("negative_margin=1.0", "power=2")}, frozen=False,
+        network="512G", remark="masks by 1×1 convolutions instead of copies of layers",
     ),
     Comparator(
         "Ranked", "ranked_list", by_data={"cub": {"loss_parameters": ("alpha=1.4", "margin=0.2")}}, network="1536BN",
