@@ -1,5 +1,9 @@
 """What build_loss accepts, and one clear sentence for what it does not."""
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -115,3 +119,13 @@ def test_bad_input(make, words):
     with pytest.raises(ValueError, match=words) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_page_of_losses_names_every_option(name):
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+    assert row.count(" | ") == 4  # paper, formula, pairs, options
+    parameters = inspect.signature(LOSSES[name].function).parameters.values()
+    options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"dim", "seed", "critic"}
+    assert options == set(re.findall(r"`(\w+)`", row)[1:]) - {"gallery_gradient"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,17 @@ def test_options_are_documented_checked_and_of_one_kind(method):
     config = from_dict({"data": "glyphs", "out": "x", "method": method, "loss": case(method)["loss"]})
     assert from_dict(to_dict(config)) == config
     assert flatten_options(config.method_options) == {option.name: option.default for option in own}
+
+
+@pytest.mark.parametrize("method", COMPARATORS)
+def test_the_page_of_methods_names_every_option_and_the_cost(method):
+    section = METHODS_PAGE.partition(f"\n## {method}\n")[2].partition("\n## ")[0]
+    assert section
+    shared = {option.name for option in list_options(find_method("diml").Options)}  # of the metric, for all alike
+    for option in list_options(find_method(method).Options):
+        flag = option.name.replace("_", "-")
+        assert option.name in shared or re.search(f"`--(no-)?{flag}[ `]", section), flag
+    assert "\n## Cost\n" in METHODS_PAGE
 
 
 def test_an_unknown_method_names_the_nearest():

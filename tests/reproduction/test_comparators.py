@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,12 +10,14 @@ from idml.reproduction import comparator_costs, comparators_page
 from idml.reproduction.claims import TableRuns, paper_figure
 from idml.reproduction.comparator_costs import Cost, measure_arm, read_costs
 from idml.reproduction.comparators import COMPARATORS, NAME, PROXY_ANCHOR, comparators_table
-from idml.reproduction.comparators_page import comparators_columns, describe_comparison, uncounted_bounds
+from idml.reproduction.comparators_page import comparators_columns, cost_table, describe_comparison, uncounted_bounds
 from idml.reproduction.regimes import Arms, regime_for
+from idml.reproduction.render import markdown_table
 from idml.reproduction.reproduce import reproduce
 from idml.reproduction.results_page import Section
 from idml.reproduction.runner import ArmProgress, Store, read_progress
 
+ROOT = Path(__file__).parents[2]
 TRUNK_LEARNS = {"DIML", "ABE-8"}
 
 
@@ -99,6 +102,12 @@ def test_costs_by_command(tmp_path, monkeypatch):
     for bad, words in (({"data": "glyphs"}, "cub or cars"), ({"regime": "full"}, "frozen and last")):
         with pytest.raises(ValueError, match=words):
             reproduce("comparator-costs", bad.get("data"), out=tmp_path, regime=bad.get("regime"))
+
+
+def test_the_costs_in_the_docs_are_the_stored_ones():
+    header, rows = cost_table(ROOT / "results")
+    assert len(rows) == 5 + 15  # plain losses, systems
+    assert markdown_table(header, rows) in (ROOT / "docs" / "methods.md").read_text()
 
 
 # -------------------- the table and its paragraph --------------------

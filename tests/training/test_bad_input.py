@@ -306,3 +306,21 @@ def test_exploding_weights_leave_the_last_good_checkpoint(runs, factor, every):
 def test_a_learning_rate_beyond_floats(runs):
     runs.album()
     assert "lr" in runs.refused(lr=1e300)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"method": "drml", "loss": "proxy_anchor", "nodes": 3, "embedding_dim": 9}, "the width of the features 256"),
+        ({"method": "dac", "groups": 3}, "embedding_dim 8 does not divide into 3 slices"),
+        ({"method": "dac", "groups": 8}, "two classes with two images each: use fewer groups"),
+        ({"method": "mic", "loss": "margin_dw", "clusters": 90, "per_cluster": 2}, "90 clusters need at least 90"),
+        ({"method": "diml", "loss": "proxy_anchor"}, "method diml compares pairs of images, not proxies"),
+        ({"method": "pads", "loss": "contrastive"}, "margin_dw"),
+    ],
+)
+def test_what_a_comparator_cannot_be_trained_with(changed, words, runs):
+    runs.album(dict.fromkeys("abcdefgh", 2))
+    line = runs.refused(**{**changed, "holdout": 0.0, "batch_size": 8})
+    assert words in line
+    assert runs.steps() == 0

@@ -6,9 +6,10 @@ Both follow from the stored rows and the measured costs alone, so they are true 
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from idml.reproduction.claims import Estimate, Key, TableRuns, estimate, gain, paper_figure
-from idml.reproduction.comparator_costs import Cost
+from idml.reproduction.comparator_costs import Cost, read_costs
 from idml.reproduction.comparators import COMPARATORS, PROXY_ANCHOR
 from idml.reproduction.paper_tables import Table
 from idml.reproduction.regimes import LOSSES, Arm
@@ -112,6 +113,23 @@ def _gain_text(found: TableRuns, arm: Arm, over: Key) -> str:
     """How much an arm is above another in R@1; empty for the arm itself."""
     runs, other = found.runs(arm.key), found.runs(over)
     return gain(runs, other).text(sign=True) if runs and other and arm.key != over else ""
+
+
+def cost_table(out: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the stored costs: a row for each arm, time and memory for each data set and regime."""
+    places = [(data, regime) for data in ("cub", "cars") for regime in ("frozen", "last")]
+    found = {place: costs for place in places if (costs := read_costs(out, *place))}
+    keys = dict.fromkeys(key for costs in found.values() for key in costs)
+    rows = []
+    for loss, name in sorted(keys, key=lambda key: key[1] != "plain"):
+        texts = [
+            text
+            for costs in found.values()
+            for text in (costs[loss, name].text(costs[PROXY_ANCHOR]) if (loss, name) in costs else ("", ""))
+        ]
+        rows.append([name, LOSSES.get(loss, loss), *texts])
+    columns = [f"{data}, {regime}: {what}" for data, regime in found for what in ("time", "memory")]
+    return ["system", "loss", *columns], rows
 
 
 # -------------------- what to take from it --------------------
