@@ -313,7 +313,7 @@ def test_a_learning_rate_beyond_floats(runs):
     [
         ({"method": "drml", "loss": "proxy_anchor", "nodes": 3, "embedding_dim": 9}, "the width of the features 256"),
         ({"method": "dac", "groups": 3}, "embedding_dim 8 does not divide into 3 slices"),
-        ({"method": "dac", "groups": 8}, "two classes with two images each: use fewer groups"),
+        ({"method": "dac", "groups": 8, "embedding_dim": 32}, "two classes with two images each: use fewer groups"),
         ({"method": "mic", "loss": "margin_dw", "clusters": 90, "per_cluster": 2}, "90 clusters need at least 90"),
         ({"method": "diml", "loss": "proxy_anchor"}, "method diml compares pairs of images, not proxies"),
         ({"method": "pads", "loss": "contrastive"}, "margin_dw"),
