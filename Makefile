@@ -24,7 +24,7 @@ lint: setup
 	$(BIN)/mypy
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 faults: setup
 	IDML_KILLS=20 IDML_SCHEMA_EXAMPLES=400 IDML_FUZZ=3000 $(BIN)/python -m pytest tests/training/test_resume.py tests/methods/test_all_methods.py tests/training/test_bad_input.py \

@@ -18,9 +18,6 @@ import sys
 import httpx
 
 import idml
-from idml.data.images import read_image
-from idml.search.gallery import open_or_create
-from idml.search.indexing import index_folder
 from pictures import draw_pictures
 
 folder = draw_pictures("pictures", classes=40, each=6)
@@ -28,8 +25,7 @@ known = draw_pictures("asked", classes=1, each=7) / "scene 00" / "6.png"  # a ne
 unknown = draw_pictures("asked", classes=1, each=1, first=90) / "scene 90" / "0.png"  # a scene that is not in it
 
 # No training: a new gallery uses the pretrained network. Labels come from the sub-folders.
-with open_or_create("gallery") as gallery:
-    print(index_folder(gallery, folder))
+print(idml.index(folder, to="gallery"))
 
 # What may be promised here? The gallery is its own test: each image is searched among the others.
 for line in idml.calibrate("gallery")["words"]:
@@ -37,7 +33,7 @@ for line in idml.calibrate("gallery")["words"]:
 
 # Search from Python.
 with idml.Gallery.open("gallery") as gallery:
-    for query, reply in zip((known, unknown), gallery.search([read_image(known), read_image(unknown)]), strict=True):
+    for query, reply in zip((known, unknown), gallery.search([known, unknown]), strict=True):
         print(f"{query}: {reply.answer.state.value} ({reply.answer.reason}); nearest: {reply.results[0].label}")
 
 # Search over HTTP. Port 0 takes a free one; the service says on standard error where it listens.

@@ -1,39 +1,219 @@
 """What the documents show, runs; what they name, exists."""
 
+import argparse
+import ast
+import importlib.util
 import re
+import shlex
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
+from PIL import Image
+
+import idml
+from idml.cli import main
+from idml.losses import LOSSES
+from idml.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-EXAMPLES = [
-    pytest.param(code, id=f"{page.name}-{i}")
-    for page in PAGES
-    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "README.md",
 ]
+README = PAGES[0].read_text()
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_examples_run(code, tmp_path, monkeypatch):
+def blocks(language):
+    """The fenced blocks of all pages whose first line says exactly this."""
+    pattern = rf"^```{re.escape(language)}\n(.*?)^```"
+    return [
+        pytest.param(code, id=f"{page.name}-{i}")
+        for page in PAGES
+        for i, code in enumerate(re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE))
+    ]
+
+
+# -------------------- Python --------------------
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch, tiny_run):
+    """An empty folder with photos and a query, where a small network stands in for the pretrained one."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("IDML_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("idml.search.gallery.PRETRAINED", tiny_run)
+    noise = np.random.default_rng(0)
+    for label in range(24):
+        colour = noise.integers(0, 200, (4, 4, 3)).repeat(8, 0).repeat(8, 1)
+        (tmp_path / "photos" / f"class {label}").mkdir(parents=True)
+        for name in ("photos/class {}/a.png", "photos/class {}/b.png", "photos/class {}/c.png", "query.jpg"):
+            pixels = colour + noise.integers(0, 20, colour.shape)
+            Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / name.format(label))
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.usefixtures("photos")
+def test_examples_run(code):
     names = {}
     exec(compile(code, "example", "exec"), names)
     assert len(names) > 1
 
 
-MADE = re.findall(r'"([\w/]+\.md)"', (ROOT / "docs" / "site_hooks.py").read_text())  # pages of the site alone
+@pytest.mark.parametrize("code", blocks("python no-run"))
+def test_names_of_examples_that_need_a_server_exist(code):
+    found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    assert found
+    for node in found:
+        assert all(hasattr(import_module(node.module), alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page):
-    made = MADE if page.name == "index.md" else ()
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists() or target in made, target
+# -------------------- commands --------------------
+
+
+def command_lines():
+    """Every `idml …` line of a block, and every `idml …` in a text that has no placeholder such as [x] or …."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text()
+        shell = re.findall(r"^ *```(?:sh|bash|)\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in shell for line in block.splitlines()]
+        lines += [] if page.name == "CHANGELOG.md" else re.findall(r"`(idml [^`\n]+)`", text)
+        for line in lines:
+            called = re.search(r"(?:^|^.* -m idml\.cli|^.*=\S+ )(?:idml)? ?((?<=idml |\.cli ).*)", line)
+            if called and not re.search(r"[\[\]…|]", called[1].partition("#")[0]):
+                words = shlex.split(called[1].rstrip("& "), comments=True)
+                found.setdefault(f"{page.name}: {' '.join(words)}", words)
+    return [pytest.param(words, id=name) for name, words in found.items()]
+
+
+class Parsed(Exception):
+    """The command line was understood."""
+
+
+@pytest.mark.parametrize("words", command_lines())
+def test_commands_are_understood(words, monkeypatch, capsys):
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse(self, *arguments, **options):
+        namespace, unknown = original(self, *arguments, **options)
+        if self.prog == "idml":
+            raise (AssertionError(f"unknown words: {unknown}") if unknown else Parsed)
+        return namespace, unknown
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+    if len(words) == 1 and not words[0].startswith("-"):  # a command as a name: `idml calibrate` in a sentence
+        words = [*words, "--help"]
+    with pytest.raises((Parsed, SystemExit)) as ended:
+        main(words)
+    assert ended.type is Parsed or ended.value.code == 0, capsys.readouterr().err
+
+
+def test_commands_are_found():
+    assert len(command_lines()) > 60
+    with pytest.raises(SystemExit):
+        main(["index", "photos", "--into", "gallery"])
 
 
 def test_make_commands_of_the_readme_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = re.findall(r"\bmake ([a-z]+)", (ROOT / "README.md").read_text())
-    assert commands
-    assert set(commands) <= targets
+    commands = re.findall(r"\bmake ([a-z]+)", README)
+    assert {"demo", "test"} <= set(commands) <= targets
+
+
+# -------------------- links --------------------
+
+
+def site_hooks():
+    """The hooks of the site, imported from their file."""
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MADE = re.findall(r'"([\w/]+\.md)"', (ROOT / "docs" / "site_hooks.py").read_text())  # pages of the site alone
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)]*)?\)", page.read_text()):
+        if target.startswith(("https://", "http://127.0.0.1")):
+            continue
+        made = target if page.name == "index.md" else "examples.md" if target.endswith(".py") else ""
+        file = page.parent / target if target else page
+        assert file.exists() or made in MADE, target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{target}{anchor}"
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\s-]", "", title.replace("`", "").lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r": ([\w/-]+\.md)$", nav, re.MULTILINE)
+    written = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert written <= set(listed) <= written | set(MADE)
+
+
+# -------------------- public names --------------------
+
+
+def test_the_reference_has_every_public_name():
+    text = site_hooks().python_names()
+    assert "::: idml.search.gallery.Gallery\n" in text
+    for name in idml.__all__:
+        if not name.startswith("__"):
+            assert re.search(rf"::: idml\.(\w+\.)*({name}|evaluate_run|audit_run)\n", text), name
+
+
+def test_a_public_name_without_a_docstring_fails_the_build(monkeypatch):
+    hooks = site_hooks()
+    module = ModuleType("made_up")
+    exec(
+        "def documented():\n    'Does it.'\n\ndef bare(): pass\n\nclass C:\n    'A class.'\n    def m(self): pass\n",
+        vars(module),
+    )
+    for name in ("documented", "bare", "C"):
+        getattr(module, name).__module__ = "made_up"
+    monkeypatch.setitem(sys.modules, "made_up", module)
+    monkeypatch.setattr(hooks, "PUBLIC", {"made_up": "For this test."})
+    with pytest.raises(hooks.PluginError, match=r"without a docstring: made_up\.bare, made_up\.C\.m$"):
+        hooks.python_names()
+
+
+def test_the_reference_has_every_command():
+    text = site_hooks().command_line()
+    for command in ("train", "demo", "evaluate", "reproduce", "calibrate", "index", "gallery", "search", "serve"):
+        assert f"## idml {command}\n" in text
+    assert "--max-error" in text
+
+
+# -------------------- the README --------------------
+
+
+def test_counts_of_the_readme():
+    assert f"There are {len(LOSSES)} losses, {len(METHODS)} methods" in README
+
+
+def test_a_visitor_reads_little_before_the_first_success():
+    """What stands before the commands for one's own photos, and the whole page."""
+    assert len(README.partition("idml serve gallery")[0]) < 1800
+    assert len(README) < 10_000
+
+
+def test_figures_of_the_demo_in_the_readme_are_not_typed_by_hand():
+    """The README shows only figures between marks, which `idml reproduce results` writes."""
+    prose = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->|^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"\d+(?:\.\d+)? %", prose) == ["5 %"]  # the accepted share of wrong matches

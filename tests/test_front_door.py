@@ -52,3 +52,17 @@ def test_audit_is_a_package_and_a_function():
 def test_calibrate_and_gallery_are_those_of_the_commands():
     assert next(iter(inspect.signature(idml.calibrate).parameters)) == "gallery"
     assert {"open", "create"} <= set(dir(idml.Gallery))
+
+
+def test_index_and_search_files(photos, tmp_path, tiny_run):
+    added = idml.index(tmp_path / "photos", tmp_path / "gallery", model=tiny_run)
+    assert added.new == 32
+    assert idml.index(tmp_path / "photos", tmp_path / "gallery").unchanged == 32
+    file = tmp_path / "photos" / "class 3" / "0.png"
+    with idml.Gallery.open(tmp_path / "gallery") as gallery:
+        (reply,) = gallery.search([file])
+        (same,) = gallery.search([Image.open(file).convert("RGB")])
+        with pytest.raises(ValueError, match="must be a list"):
+            gallery.search(str(file))
+    assert reply == same
+    assert reply.results[0].label == "class 3"

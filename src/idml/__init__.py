@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from idml.metric import IntrospectiveMetric
     from idml.model.model import load_model
     from idml.search.gallery import Gallery
+    from idml.search.indexing import Indexed
 
 __all__ = [
     "Embeddings",
@@ -28,6 +29,7 @@ __all__ = [
     "audit",
     "calibrate",
     "evaluate",
+    "index",
     "load_model",
     "train",
 ]
@@ -52,6 +54,20 @@ def train(*, resume: bool = False, **options: Any) -> dict[str, Any]:
     from idml.training.loop import train as train_config
 
     return train_config(from_dict(options), resume=resume)
+
+
+def index(images: "str | Path", to: "str | Path", *, model: "str | Path | None" = None) -> "Indexed":
+    """Add a folder of images to the gallery ``to``, and bring it up to date; labels come from the sub-folders.
+
+    A new gallery uses the pretrained trunk, or the run that ``model`` names. An existing one keeps its model.
+    """
+    from pathlib import Path
+
+    from idml.search.gallery import open_or_create
+    from idml.search.indexing import index_folder
+
+    with open_or_create(to, model) as gallery:
+        return index_folder(gallery, Path(images))
 
 
 def calibrate(gallery: "str | Path", **options: Any) -> dict[str, Any]:

@@ -36,10 +36,11 @@ from idml.reproduction.comparators import COMMAND, comparators_table
 from idml.reproduction.comparators import NAME as COMPARED
 from idml.reproduction.comparators_page import comparators_columns, describe_comparison
 from idml.reproduction.figures import figures_without_runs, plot_table
+from idml.reproduction.front_page import write_front_page
 from idml.reproduction.live_u import LIVE_U
 from idml.reproduction.paper_tables import FULL, OWN, TABLES, WANTED_R_AUROC, Table
 from idml.reproduction.regimes import LOSSES, Arms, Regime, named_regime
-from idml.reproduction.render import detection_line, markdown_table, mostly_stored, read_table, table_columns
+from idml.reproduction.render import RUNNING, detection_line, markdown_table, mostly_stored, read_table, table_columns
 from idml.reproduction.resnet50_study import RESNET50, resnet50_verdict
 from idml.reproduction.runner import VERSION, Store
 from idml.reproduction.stored_results import Row, cells_folder
@@ -64,7 +65,6 @@ _SHOWN = (
     "AUROC mixed", "R-AUROC", "held-out", "lr", "seeds", "remark",
 )  # fmt: skip
 """The columns of a table on this page; `idml reproduce TABLE` writes all of them."""
-RUNNING = "being run"
 _COMPARISON = "Which of the other systems beat a tuned ProxyAnchor"
 
 
@@ -388,12 +388,13 @@ _READING = (
 
 
 def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, Any]:
-    """Write the pages into ``docs``; return the verdicts."""
+    """Write the pages into ``docs`` and the tables of the README beside it; return the verdicts."""
     results = stored_results(out, note)
     docs.mkdir(parents=True, exist_ok=True)
     write_atomic(docs / "results.md", results_markdown(results, out).encode())
     write_atomic(docs / "results-v1.md", version1_markdown(out).encode())
     write_atomic(docs / "results.html", _results_html(results, out))
+    write_front_page(docs.parent / "README.md", main_claim_table(results), out)
     counts = {word: sum(v.word == word for *_, v in results.verdicts) for word in WORDS}
     words = ", ".join(f"{count} {word}" for word, count in counts.items())
     written = ", ".join(str(docs / name) for name in ("results.md", "results-v1.md", "results.html"))

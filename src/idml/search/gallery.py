@@ -20,6 +20,7 @@ from PIL import Image
 from idml.calibration.evidence import SEARCHED, Profile, sample_profile_rows
 from idml.calibration.risk_control import ERROR_RATES, Drift, RiskGuarantee, notice_unknown
 from idml.calibration.stored import Calibration
+from idml.data.images import read_image
 from idml.embeddings import Embeddings
 from idml.model.model import PRETRAINED, fingerprint_of
 from idml.search.answers import Answer, RiskTargets, State
@@ -212,21 +213,25 @@ class Gallery:
 
     def search(
         self,
-        images: Sequence[Image.Image],
+        images: Sequence[Image.Image | str | Path],
         k: int = 10,
         targets: RiskTargets | None = None,
         *,
         max_error: float | None = None,
     ) -> list[Reply]:
-        """Search for RGB images, as `decode_image` returns them; give a reply with up to ``k`` results for each.
+        """Search for images; give a reply with up to ``k`` results for each.
 
-        ``max_error`` is short for ``targets=RiskTargets(max_error=…)``.
+        ``images`` are files, or RGB images as `decode_image` returns them. ``max_error`` is short for
+        ``targets=RiskTargets(max_error=…)``.
         """
+        if isinstance(images, str | Path):
+            raise ValueError(f"images must be a list of images or files, got {str(images)!r}")
         if max_error is not None:
             if targets is not None:
                 raise ValueError("give either targets or max_error, not both")
             targets = RiskTargets(max_error=max_error)
-        return self.search_embeddings(self.embedder.embed(images), k, targets) if len(images) else []
+        queries = [image if isinstance(image, Image.Image) else read_image(image) for image in images]
+        return self.search_embeddings(self.embedder.embed(queries), k, targets) if queries else []
 
     def search_items(self, ids: Sequence[str], k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
         """Search for items of the gallery, each without itself: the replies are those of a gallery that lacks it."""

@@ -1,0 +1,92 @@
+"""The two tables of README.md that come from stored rows: what to expect of a search, and the paper's main claims.
+
+`idml reproduce results` writes them between marks of the form ``<!-- name -->`` and ``<!-- end of name -->``. A test
+compares the README with the stored rows.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from idml.files import write_atomic
+from idml.reproduction.render import RUNNING, markdown_table
+
+PROMISES = "promises.json"
+_SHARE, _RATE = "0.25", "0.05"  # unknown queries, wrong matches that are accepted
+_DATA = {
+    "cub": "CUB-200-2011: birds",
+    "cars": "Cars196: cars",
+    "cub+cars": "both together",
+    "glyphs": "glyphs: letters and signs",
+}
+_MODELS = {"pretrained": "pretrained, no training", "trained": "trained as above"}
+
+
+def expectation_table(out: Path) -> str:
+    """Return what a calibrated gallery answers, for each collection of `idml reproduce promises`."""
+    path = out / PROMISES
+    cells: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    rows = []
+    for data, words in _DATA.items():
+        for model, how in _MODELS.items():
+            cell = cells.get(f"draws {data} {model} by class {_SHARE}")
+            if cell is None:
+                continue
+            sums, draws = cell["rates"][_RATE], cell["draws"]
+            wrong = sums["fresh_wrong"] / sums["fresh_answered"] if sums["fresh_answered"] else None
+            rows.append(
+                [
+                    words,
+                    f"{cell['images']:,} / {cell['classes']:,}",
+                    how,
+                    _percent(cell["right"]),
+                    _percent(sums["coverage"] / draws),
+                    "–" if wrong is None else _percent(wrong),
+                    _percent(sums["recognised"] / draws),
+                    _percent(sums["rejected"] / draws),
+                ]
+            )
+    if not rows:
+        return "These figures are being measured (`idml reproduce promises`)."
+    header = ["collection", "images / classes", "model", "right first results", "answered *match* at 5 %",
+              "of these wrong", "unknown recognised", "known wrongly rejected"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def claim_table(header: list[str], rows: list[list[str]]) -> str:
+    """Return the lines of the main claims that are decided, and say which are not."""
+    decided = [row for row in rows if row[header.index("verdict")] != RUNNING]
+    waiting = list(dict.fromkeys(row[0] for row in rows if row[header.index("verdict")] == RUNNING))
+    parts = [markdown_table(header, decided)] if decided else []
+    if waiting:
+        parts.append(f"Not decided yet, {RUNNING}: {'; '.join(waiting)}.")
+    return "\n\n".join(parts)
+
+
+def write_front_page(readme: Path, claims: tuple[list[str], list[list[str]]], out: Path) -> None:
+    """Write both tables between their marks; ``claims`` are the header and the lines of the main claims.
+
+    A file without marks, such as the README of another project, is left alone.
+    """
+    if not readme.exists() or "<!-- claims -->" not in readme.read_text():
+        return
+    text = replace_between_marks(readme.read_text(), "expectations", expectation_table(out))
+    write_atomic(readme, replace_between_marks(text, "claims", claim_table(*claims)).encode())
+
+
+def replace_between_marks(text: str, name: str, new: str) -> str:
+    """Replace what stands between the marks called ``name``.
+
+    >>> replace_between_marks("a <!-- x --> b <!-- end of x --> c", "x", "new")
+    'a <!-- x -->\\nnew\\n<!-- end of x --> c'
+    """
+    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(first)
+    _, ended, after = rest.partition(last)
+    if not (found and ended):
+        raise ValueError(f"the page lacks the marks {first} and {last}")
+    return f"{before}{first}\n{new}\n{last}{after}"

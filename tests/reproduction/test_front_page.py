@@ -1,0 +1,68 @@
+"""The tables of the README."""
+
+import json
+
+import pytest
+
+from idml.reproduction.front_page import claim_table, expectation_table, replace_between_marks, write_front_page
+
+CELL = {
+    "draws": 200, "images": 7585, "classes": 160, "right": 0.571,
+    "rates": {
+        "0.05": {"coverage": 60.0, "fresh_answered": 50.0, "fresh_wrong": 2.0, "recognised": 20.0, "rejected": 8.0},
+    },
+}  # fmt: skip
+HEADER = ["the paper says", "its gain in R@1", "ours", "verdict", "where"]
+CLAIMS = [
+    ["IDML improves ProxyAnchor", "+1.7", "+0.1", "not confirmed", "cub"],
+    ["τ = 5 is best", "", "", "being run", "cub"],
+]
+
+
+def test_expectations_are_means_over_the_draws(tmp_path):
+    (tmp_path / "promises.json").write_text(json.dumps({"draws cub pretrained by class 0.25": CELL}))
+    row = expectation_table(tmp_path).splitlines()[-1]
+    shown = "| 7,585 / 160 | pretrained, no training | 57 % | 30 % | 4 % | 10 % | 4 % |"
+    assert row == f"| CUB-200-2011: birds {shown}"
+
+
+def test_nothing_answered_has_no_share_of_wrong_answers(tmp_path):
+    sums = {**CELL["rates"]["0.05"], "coverage": 0.0, "fresh_answered": 0.0, "fresh_wrong": 0.0}
+    cell = {**CELL, "rates": {"0.05": sums}}
+    (tmp_path / "promises.json").write_text(json.dumps({"draws cars trained by class 0.25": cell}))
+    assert "| 0 % | – | 10 % |" in expectation_table(tmp_path)
+
+
+def test_without_rows_the_table_says_so(tmp_path):
+    assert "being measured" in expectation_table(tmp_path)
+
+
+def test_claims_that_are_not_decided_stand_below_the_table():
+    text = claim_table(HEADER, CLAIMS)
+    assert "| IDML improves ProxyAnchor | +1.7 | +0.1 | not confirmed | cub |" in text
+    assert text.endswith("Not decided yet, being run: τ = 5 is best.")
+    assert claim_table(HEADER, CLAIMS[1:]).startswith("Not decided yet")
+
+
+def test_the_page_is_written_between_its_marks(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(
+        "a\n<!-- expectations -->old<!-- end of expectations -->\n<!-- claims -->old<!-- end of claims -->\nz\n"
+    )
+    write_front_page(page, (HEADER, CLAIMS), tmp_path)
+    text = page.read_text()
+    assert text.startswith("a\n")
+    assert text.endswith("\nz\n")
+    assert "old" not in text
+    write_front_page(page, (HEADER, CLAIMS), tmp_path)
+    assert page.read_text() == text
+
+
+def test_the_readme_of_another_project_is_left_alone(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("mine")
+    write_front_page(page, (HEADER, CLAIMS), tmp_path)
+    write_front_page(tmp_path / "absent.md", (HEADER, CLAIMS), tmp_path)
+    assert page.read_text() == "mine"
+    with pytest.raises(ValueError, match="lacks the marks"):
+        replace_between_marks("mine", "claims", "")
