@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     """Links from docs/ to the pages and scripts beside it lead to their copies in the site, and the other way round."""
     for page, source in BESIDE.items():
         markdown = markdown.replace(f"](../{source})", f"]({page})")
-    markdown = re.sub(r"\]\((?:\.\./examples/)?(\w+)\.py\)", r"](examples.md#\1)", markdown)
+    markdown = re.sub(r"\]\((?:(?:\.\./)?examples/)?(\w+)\.py\)", r"](examples.md#\1)", markdown)
     return re.sub(r"\]\((?:\.\./)?docs/", "](", markdown)
 
 
