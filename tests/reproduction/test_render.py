@@ -40,8 +40,8 @@ def study_tables(study, data, seeds):
 @pytest.mark.parametrize(
     ("page", "study", "data", "seeds", "names"),
     [
-        ("audit", "audit", "cub", 3, ["table"]),
-        ("audit", "audit", "glyphs", 3, ["table", "ambiguous"]),
+        ("audit_measured", "audit", "cub", 3, ["table"]),
+        ("audit_measured", "audit", "glyphs", 3, ["table", "ambiguous"]),
         ("calibration", "guarantee", "cub", 1, ["table", "against"]),
         ("calibration", "guarantee", "cars", 1, ["table", "against"]),
         ("calibration", "guarantee", "glyphs", 1, ["table", "against"]),

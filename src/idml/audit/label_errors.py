@@ -56,7 +56,7 @@ def score_labels(embeddings: Embeddings, labels: Tensor, *, score: str = "discri
     Args:
         embeddings: only their unit semantic vectors are used.
         labels: integers [n].
-        score: a name from `SCORES`; docs/audit.md says what each of them finds.
+        score: a name from `SCORES`; docs/audit_measured.md says what each of them finds.
 
     >>> s = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.9, 0.0], [0.0, 1.0], [0.1, 1.0], [0.0, 0.9]])
     >>> found = score_labels(Embeddings.certain(s), torch.tensor([0, 0, 1, 1, 1, 1]))
