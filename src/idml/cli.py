@@ -266,7 +266,7 @@ def _add_reproduce(commands: Any) -> None:
         "what",
         metavar="WHAT",
         help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, u; "
-        "finetune, default-form, finetune-long, live-u, resnet50 (everything trained); uncertainty, guarantee, audit; "
+        "finetune, default-form, finetune-long, live-u, resnet50 (everything trained); uncertainty, audit, promises; "
         "results (the pages of all); collect (merge finished runs into the stored results)",
     )
     parser.add_argument(
@@ -284,6 +284,7 @@ def _add_reproduce(commands: Any) -> None:
     parser.add_argument(
         "--comparators", action="store_true", help="table1: the other systems that the paper compares with"
     )
+    parser.add_argument("--model", metavar="WORD", help="promises: pretrained (default) or trained")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
 
 
@@ -302,6 +303,7 @@ def _reproduce(options: argparse.Namespace) -> int:
                 regime=options.regime,
                 weights=None if options.weights is None else Path(options.weights),
                 comparators=options.comparators,
+                model=options.model,
                 dry_run=options.dry_run,
                 report=display.report,
                 note=display.note,

@@ -11,8 +11,8 @@ is E/A with E = Σ w_i·e_i and A = Σ w_i·a_i. It is at most ε if and only if
     C   = Σ_c (Σ_{known i ∈ c} w_i·(z_i − z̄))·(Σ_{unknown i ∈ c} w_i·(z_i − z̄))       over the classes c
 
 The clusters of unknown queries are their classes: a new unknown image is of a class that nobody has seen. A new known
-image is of one of the gallery's classes. A share f = 1/2 of these was counted, so V_known = (1 − f)·V_class + f·V_image,
-the variances with classes and with single images as clusters: this is sampling without replacement in two stages
+image is of one of the gallery's classes, and a share f = 1/2 of these was counted. So V_known = (1 − f)·V_class +
+f·V_image, the variances with classes and with single images as clusters: sampling without replacement in two stages
 (Cochran, 1977). Copies of an image are a cluster, known or not, and there f = 0. T_ν is Student's t with ν = clusters −
 1. This is the cluster-robust variance of Liang and Zeger (1986) with the t distribution that Cameron and Miller (2015)
 recommend. It is *asymptotic* in the number of clusters: with few clusters it promises too much. If no query was
@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -78,29 +77,28 @@ class ClusterMoments:
         kinds = [(mask, part) for mask, part in ((known, 1 - share), (~known, share)) if part > 0]
         if not all(bool(mask.any()) for mask, _ in kinds):
             raise ValueError(f"a share of {share:.0%} unknown queries needs known and unknown queries to count")
-        t = torch.tensor(thresholds, dtype=torch.float64)
-        classes = groups.unique(return_inverse=True)[1].numpy()
+        t, places = np.asarray(thresholds, dtype=np.float64), groups.unique(return_inverse=True)[1].numpy()
         answered, wrong, squares = (np.zeros(len(t)) for _ in range(3))
         variance, clusters, by_class = np.zeros((len(t), 3)), [], []
         for mask, part in kinds:
             rows = mask.nonzero().flatten()
-            weight = part / len(rows)
-            a = (p[rows].double().unsqueeze(1) >= t).double().numpy()
-            e = a * (~correct[rows]).double().unsqueeze(1).numpy()
-            answered, wrong = answered + weight * a.sum(0), wrong + weight * e.sum(0)
-            squares += weight**2 * a.sum(0)
-            z = weight * np.stack([e - e.mean(0), a - a.mean(0)])
-            sums = _sum_by_class(z, classes[rows.numpy()], int(classes.max()) + 1)
+            n, classes = len(rows), places[rows.numpy()]
+            weight, sizes = part / n, np.bincount(classes, minlength=int(places.max()) + 1)
+            a, e = _count_by_class(p[rows].double().numpy(), correct[rows].numpy(), t, classes, len(sizes))
+            both_a, both_e = a.sum(0), e.sum(0)
+            answered, wrong = answered + weight * both_a, wrong + weight * both_e
+            squares += weight**2 * both_a
+            sums = weight * np.stack([x - np.outer(sizes, x.sum(0) / n) for x in (e, a)])
             by_class.append(sums)
-            by_image = known_by_image and mask is known
-            m = len(rows) if by_image else len(np.unique(classes[rows.numpy()]))
-            own = z if by_image else sums
-            spread = _products(own, own) * (m / (m - 1) if m > 1 else 1.0)
-            if by_image and len(kinds) > 1:
-                c = len(np.unique(classes[rows.numpy()]))
-                spread = COUNTED * spread + (1 - COUNTED) * _products(sums, sums) * (c / (c - 1) if c > 1 else 1.0)
+            m = int((sizes > 0).sum())
+            spread = _products(sums, sums) * (m / (m - 1) if m > 1 else 1.0)
+            if known_by_image and mask is known:  # the sums over single queries, whose e and a are 0 or 1
+                alone = np.stack([both_e - both_e**2 / n, both_e - both_e * both_a / n, both_a - both_a**2 / n], axis=1)
+                alone *= weight**2 * (n / (n - 1) if n > 1 else 1.0)
+                spread = COUNTED * alone + (1 - COUNTED) * spread if len(kinds) > 1 else alone
+                m = n
             variance += spread
-            if m < len(rows):
+            if m < n:
                 clusters.append(m)
         shared = np.zeros_like(variance)
         if len(kinds) > 1:
@@ -116,13 +114,19 @@ class ClusterMoments:
         )
 
 
-def _sum_by_class(z: NDArray[np.float64], classes: NDArray[np.int64], total: int) -> NDArray[np.float64]:
-    """Sums over the queries of each class [2, total, thresholds] of values [2, n, thresholds]."""
-    order = classes.argsort(kind="stable")
-    present, starts = np.unique(classes[order], return_index=True)
-    sums = np.zeros((len(z), total, z.shape[2]))
-    sums[:, present] = np.add.reduceat(z[:, order], starts, axis=1)
-    return sums
+def _count_by_class(
+    p: NDArray[np.float64], correct: NDArray[np.bool_], t: NDArray[np.float64], classes: NDArray[np.int64], total: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How many queries of each class have P ≥ t, and how many of these are wrong [total, thresholds]."""
+    order = np.argsort(-t, kind="stable")  # falling thresholds: a query is answered from its first one on
+    first = np.searchsorted(-t[order], -p, side="left")
+    out = []
+    for weights in (None, (~correct).astype(np.float64)):
+        cells = np.bincount(classes * (len(t) + 1) + first, weights, total * (len(t) + 1))
+        found = np.empty((total, len(t)))
+        found[:, order] = cells.reshape(total, -1)[:, : len(t)].cumsum(1)
+        out.append(found)
+    return out[0], out[1]
 
 
 def _products(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -32,10 +32,10 @@ from idml.calibration.evidence import Profile
 SMALLEST_RATE = 1e-9  # a smaller error rate would need more calibration queries than anybody has
 ERROR_RATES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # those that reports and the search page offer
 
-# Thresholds answer 1/128, 2/128 … 128/128 of the fitting queries, below 1/4 also shares in between, so that each answers
-# at most 5 % more than the one before; the first one answers 32 queries. Where nothing chooses the start, tests start at
-# 1/8, 1/4 and 1/2, and with enough queries at 1/32 and 1/16. In simulations (target errors 5, 10, 20 %, unknown 0, 25,
-# 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more.
+# Thresholds answer 1/128, 2/128 … 128/128 of the fitting queries, below 1/4 also shares in between, so that each
+# answers at most 5 % more than the one before; the first one answers 32. Where nothing chooses the start, tests start
+# at 1/8, 1/4 and 1/2, and with enough queries at 1/32 and 1/16. In simulations (target errors 5, 10, 20 %, unknown 0,
+# 25, 50 %, 300 to 3000 queries) this answered about as much as 2, 4 or 6 starts or more.
 _STEPS, _FINE, _STARTS, _EARLY, _ENOUGH = 128, 1.05, (16, 32, 64), (4, 8), 32
 
 _SHIFT, _CHANCE = 0.1, 0.01  # of drift: Kolmogorov–Smirnov distance, p-value
@@ -287,9 +287,7 @@ class ThresholdCounts:
         rates = [max_error]
         if self.pilot is not None:
             rates += [rate for rate in ERROR_RATES if rate < max_error]
-        tests = [
-            sequential_test(clustered_p_values(moments, rate), level, self._choose_starts(rate)) for rate in rates
-        ]
+        tests = [sequential_test(clustered_p_values(moments, rate), level, self._choose_starts(rate)) for rate in rates]
         return [any(passed) for passed in zip(*tests, strict=True)]
 
     def _choose_starts(self, max_error: float) -> tuple[int, ...]:
@@ -297,7 +295,8 @@ class ThresholdCounts:
         if self.pilot is None:
             return self.starts
         p = clustered_p_values(self.pilot, max_error)
-        return (max(i for i, value in enumerate(p) if value == min(p)),) if min(p) < 1 else self.starts
+        least = min(p)
+        return (max(i for i, value in enumerate(p) if value == least),) if least < 1 else self.starts
 
     def _describe_smallest_rate(self, level: float) -> str:
         """Say about which error rate could be guaranteed: the smallest full per cent at which a threshold passes."""

@@ -7,7 +7,8 @@ takes. It is fitted by the code of `idml calibrate`, and the error rate of its t
     by image   images are drawn one by one, with replacement. The truth is that of all images
     by class   classes are drawn with replacement, and images within them. Known queries are of the classes drawn (these
                are the gallery), so the truth of known queries is that of all images of these classes. Unknown queries
-               are of any class, so their truth is that of all classes
+               are of any class, so their truth is that of all classes. Without labels a class is a picture with its
+               copies, 600 of them are drawn, and known queries are of any picture
 
 A promise is *broken* if its true error rate is above ε. Queries that were not drawn are *fresh* (of unknown queries by
 class: the classes that were not). Three thresholds are compared: the one promised, the one that a bound by image would
@@ -20,10 +21,7 @@ import torch
 from torch import Tensor
 
 from idml.calibration.calibrate import CalibrationQueries, fit_queries
-from idml.calibration.cluster_bound import ClusterMoments
-from idml.calibration.open_set import OpenSetQueries
 from idml.calibration.risk_control import ThresholdCounts
-from idml.calibration.stored import Calibration, split_queries
 
 RATES, SHARES, DRAWS = (0.05, 0.1, 0.2), (0.0, 0.25, 0.5), 200
 SAMPLES = ("class", "image")
@@ -91,17 +89,19 @@ class Draw:
     fresh_unknown: Tensor
 
 
-def draw(population: Population, sample: str, most: int, generator: torch.Generator) -> Draw:
-    """Draw about as many images as there are, ``most`` at most, by image or by class."""
+def draw(
+    population: Population, sample: str, most: int, generator: torch.Generator, *, classes_drawn: int | None = None
+) -> Draw:
+    """Draw about as many images as there are, ``most`` at most, by image or by class (all, or ``classes_drawn``)."""
     n, classes = len(population), population.classes
     if sample == "image":
         images = torch.randint(n, (min(n, most),), generator=generator)
         fresh = torch.ones(n, dtype=torch.bool)
         fresh[images] = False
         return Draw(images, population.labels[images], torch.ones(n), fresh, fresh)
-    chosen = torch.randint(classes, (classes,), generator=generator)
+    chosen = torch.randint(classes, (classes_drawn or classes,), generator=generator)
     sizes = population.sizes[chosen]
-    groups = torch.arange(classes).repeat_interleave(sizes)
+    groups = torch.arange(len(chosen)).repeat_interleave(sizes)
     place = (torch.rand(len(groups), generator=generator) * sizes[groups]).long()
     images = population.starts[chosen[groups]] + place
     kept = torch.randperm(len(images), generator=generator)[:most].sort().values
@@ -109,6 +109,8 @@ def draw(population: Population, sample: str, most: int, generator: torch.Genera
     fresh = torch.ones(n, dtype=torch.bool)
     fresh[images] = False
     times = chosen.bincount(minlength=classes)[population.labels]
+    if not population.found.known_by_image:
+        return Draw(images, groups, torch.ones(n), times == 0, times == 0)
     return Draw(images, groups, times.float(), fresh & (times > 0), times == 0)
 
 
@@ -159,28 +161,16 @@ def mixture(share: float, known: Tensor, unknown: Tensor) -> tuple[Tensor, Tenso
     return one, other
 
 
-def count_by_image(calibration: Calibration, queries: OpenSetQueries, share: float, held: Tensor) -> ThresholdCounts:
-    """The same counts as those of the calibration, with a bound for which every query is independent."""
-    p, counts = calibration.probability(queries.evidence[held]), calibration.counts
-    moments = ClusterMoments.of(
-        p,
-        queries.correct[held],
-        counts.thresholds,
-        known=queries.known[held],
-        share=share,
-        groups=torch.arange(len(held)),
-        known_by_image=True,
-    )
-    return replace(counts, moments=moments)
+def count_by_image(counts: ThresholdCounts) -> ThresholdCounts:
+    """The same counts with a bound for which every query is independent."""
+    return counts if counts.moments is None else replace(counts, moments=replace(counts.moments, clusters=0))
 
 
 def measure_draw(population: Population, drawn: Draw, share: float, seed: int) -> tuple[Sums, int]:
     """Calibrate on a draw; return for each ε what became of the promise, and how many classes were counted."""
     found = take_queries(population, drawn)
     calibration = fit_queries(found, unknown=share, seed=seed, lists=False)
-    by_group = share > 0 or not found.known_by_image
-    held = split_queries(len(found.queries), seed=seed, groups=found.queries.labels if by_group else None)[0]
-    independent = count_by_image(calibration, found.queries, share, held)
+    independent = count_by_image(calibration.counts)
     every = population.found.queries
     p, absent = calibration.probability(every.evidence), calibration.absent(every.evidence, REJECTED)
     rows = torch.cat([population.known, population.unknown])

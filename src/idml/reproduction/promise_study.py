@@ -1,6 +1,6 @@
 """`idml reproduce promises`: are the promises of `idml calibrate` kept, and how much is answered?
 
-For a data set and a model (`idml.reproduction.promise_collection` makes the gallery as a user would), each finished cell
+For a data set and a model; `idml.reproduction.promise_collection` makes the gallery as a user would. A finished cell
 is stored in results/promises.json at once:
 
     draws      200 calibrations on samples of the gallery's queries, by image and by class, with 0, 25 and 50 % unknown
@@ -23,14 +23,19 @@ from typing import Any
 
 import torch
 
+from idml.calibration.calibrate import UNKNOWN
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings
 from idml.files import lock_file, write_atomic
+from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress
 from idml.reproduction.promise_collection import Collection, make_collection
+from idml.reproduction.promise_copies import measure_unlabelled
 from idml.reproduction.promise_draws import DRAWS, SAMPLES, SHARES, Population, Sums, add_sums, draw, measure_draw
+from idml.reproduction.promise_fresh import FreshImages, measure_fresh, measure_growth
 from idml.reproduction.promise_tables import render_promises
 from idml.reproduction.stored_results import cells_folder
+from idml.search.embedder import MANY
 from idml.search.gallery import Gallery
 from idml.search.gallery_calibration import MOST_QUERIES, GallerySource, collect_queries
 from idml.training.refit import assign_folds, refit_heads
@@ -72,7 +77,9 @@ def study_promises(
         folder = cells_folder(out) / "promises"
         collections = [make_collection(spec, model, folder, report=report, note=note) for spec in specs]
         name = f"{'+'.join(collection.name for collection in collections)} {model}"
-        measure_draws(cells, name, collections, draws, report, note)
+        population = measure_draws(cells, name, collections, draws, report, note)
+        if len(collections) == 1:
+            measure_others(cells, collections[0], population, draws, report, note)
     text = render_promises(cells.read())
     page = out.absolute().parent / "docs" / PAGE
     if page.exists():
@@ -94,7 +101,7 @@ def write_between_marks(page: Path, text: str) -> None:
 
 def measure_draws(
     cells: Cells, name: str, collections: list[Collection], draws: int, report: Progress, note: Note
-) -> None:
+) -> Population | None:
     """Count what becomes of the promises in ``draws`` calibrations, for each sample and share of unknown queries."""
     missing = [
         (sample, share, key)
@@ -103,10 +110,11 @@ def measure_draws(
         if (key := f"draws {name} by {sample} {share:g}") not in cells.read()
     ]
     if not missing:
-        return
+        return None
     population = load_population(collections, report, note)
     for sample, share, key in missing:
         cells.add(key, draw_many(population, sample, share, draws, report))
+    return population
 
 
 def draw_many(population: Population, sample: str, share: float, draws: int, report: Progress) -> dict[str, Any]:
@@ -148,3 +156,28 @@ def join_sources(sources: list[GallerySource]) -> GallerySource:
     labels = torch.tensor([names[item.label or ""] for item in items])
     embeddings = Embeddings.cat([source.embeddings for source in sources])
     return replace(sources[0], items=items, embeddings=embeddings, labels=labels, names=names)
+
+
+# -------------------- fresh images, growth, galleries without labels --------------------
+
+
+def measure_others(
+    cells: Cells, collection: Collection, population: Population | None, draws: int, report: Progress, note: Note
+) -> None:
+    """Ask the gallery with what was kept out of it; let it grow, and take its labels away, with the plain trunk."""
+    name = f"{collection.name} {collection.model}"
+    kinds = ["fresh"] if collection.model != PRETRAINED else ["fresh", "growth", "unlabelled"]
+    missing = [kind for kind in kinds if f"{kind} {name}" not in cells.read()]
+    if not missing:
+        return
+    with Gallery.open(collection.gallery, calibrated=False, images=MANY) as gallery:
+        source = GallerySource.read(gallery, None, note, report)
+        fresh = FreshImages(collection, gallery.embedder, report)
+        if "fresh" in missing:
+            population = population or load_population([collection], report, note)
+            cells.add(f"fresh {name}", measure_fresh(population, source, fresh))
+        if "growth" in missing:
+            cells.add(f"growth {name}", measure_growth(source, fresh, UNKNOWN, report))
+        if "unlabelled" in missing:
+            found = measure_unlabelled(gallery, source, fresh, draws=draws, report=report)
+            cells.add(f"unlabelled {name}", found)

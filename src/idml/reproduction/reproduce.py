@@ -10,6 +10,7 @@ from idml.data.datasets import load_dataset
 from idml.errors import unknown_name
 from idml.files import write_atomic
 from idml.methods import find_method
+from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress, silent
 from idml.report_html import drawing, page
 from idml.reproduction import comparators as others
@@ -20,9 +21,9 @@ from idml.reproduction.comparator_costs import measure_costs, read_costs, relati
 from idml.reproduction.comparators_page import comparators_columns, describe_comparison
 from idml.reproduction.default_form import default_form
 from idml.reproduction.figures import STEP, measure_step, metric_figures, step_cell, step_figure, step_sentence
-from idml.reproduction.guarantee_study import GUARANTEE
 from idml.reproduction.live_u import LIVE_U
 from idml.reproduction.paper_tables import FULL, OF_VERSION_1, TABLES, Table
+from idml.reproduction.promise_study import study_promises
 from idml.reproduction.regimes import Arms, Regime, regime_for
 from idml.reproduction.render import detection_line, per_seed_csv, read_table, table_columns, write_table
 from idml.reproduction.resnet50_study import RESNET50
@@ -43,10 +44,10 @@ from idml.reproduction.stored_results import Row, collect_cells
 from idml.reproduction.studies import STUDIES, Study
 from idml.training.distributed import Processes
 
-_STUDIES: dict[str, Study] = {**STUDIES, "guarantee": GUARANTEE, "live-u": LIVE_U, "resnet50": RESNET50}
+_STUDIES: dict[str, Study] = {**STUDIES, "live-u": LIVE_U, "resnet50": RESNET50}
 _DRAWN = ("gradients", "metrics")
-FORM = "default-form"
-NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, FORM, COSTS, "results", "collect")
+FORM, PROMISES = "default-form", "promises"
+NAMES = (*TABLES, STEP, *_DRAWN, *_STUDIES, FORM, PROMISES, COSTS, "results", "collect")
 _OFFICIAL = {"cub": 5864, "cars": 8054, "sop": 59551}  # training images
 
 
@@ -60,6 +61,7 @@ def reproduce(
     regime: str | None = None,
     weights: Path | None = None,
     comparators: bool = False,
+    model: str | None = None,
     dry_run: bool = False,
     report: Progress = silent,
     note: Note = silent,
@@ -76,6 +78,7 @@ def reproduce(
         regime: what is trained on a laptop, see `idml.reproduction.regimes`.
         weights: a safetensors file with the trunk's weights, for the regime `resnet50`.
         comparators: with table1, the other systems of that table instead of the seven losses.
+        model: with promises, "pretrained" (by default) or "trained".
         dry_run: only say which runs are missing, with which settings, and what they are expected to cost.
         report: gets the progress of each run.
         note: gets lines for the user.
@@ -94,6 +97,8 @@ def reproduce(
         raise ValueError(f"a table needs at least one seed, got {seeds}")
     if comparators and what != "table1":
         raise ValueError(f"--comparators goes with table1, not with {what}")
+    if model is not None and what != PROMISES:
+        raise ValueError(f"--model goes with {PROMISES}, not with {what}")
     work = _Work(out, report, note, weights, dry_run=dry_run)
     if comparators:
         return _reproduce_table(others.NAME, data, seeds, scale, regime, work)
@@ -109,6 +114,10 @@ def reproduce(
         return write_results(out, out.absolute().parent / "docs", note=note)
     if what == FORM:
         return default_form(out, data or "cub", seeds, note)
+    if what == PROMISES:
+        if dry_run:
+            return {"table": "promises: about 15 minutes on two free cores for each data set and model"}
+        return study_promises(data, model or PRETRAINED, out, report=report, note=note)
     data = data or "glyphs"
     if what in _STUDIES:
         return _reproduce_study(what, _STUDIES[what], data, seeds, work)
