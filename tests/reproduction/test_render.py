@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from idml.reproduction.guarantee_study import GUARANTEE
 
 from idml.reproduction.front_page import claim_table, expectation_table, replace_between_marks
-from idml.reproduction.guarantee_study import GUARANTEE
 from idml.reproduction.regimes import regime_for
 from idml.reproduction.render import markdown_table
 from idml.reproduction.results_page import main_claim_table, results_markdown, stored_results
