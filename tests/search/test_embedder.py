@@ -106,7 +106,7 @@ def test_a_search_imports_no_library_that_it_does_not_need(run, tmp_path):
     """With an exported model torch is the only large one; matplotlib, timm and others would take seconds to import."""
     picture(1).save(tmp_path / "query.png")
     with Gallery.create(tmp_path / "g", run, runtime="onnx") as gallery:
-        gallery.add([Upload(encoded(n, "PNG")) for n in range(4)])
+        gallery.add([Upload(encoded(picture(n))) for n in range(4)])
     code = "import sys; from idml import cli; cli.main(sys.argv[1:]); print(*sys.modules)"
     command = [sys.executable, "-c", code, "search", str(tmp_path / "g"), str(tmp_path / "query.png"), "--json"]
     reply, loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
