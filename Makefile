@@ -51,6 +51,7 @@ bench: setup
 	$(BIN)/python benchmarks/gallery.py
 	$(BIN)/python benchmarks/serve.py
 	$(BIN)/python benchmarks/onnx_runtime.py
+	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/made_data.py
 
 clean:
