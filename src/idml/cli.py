@@ -267,6 +267,7 @@ def _add_reproduce(commands: Any) -> None:
         metavar="WHAT",
         help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, u; "
         "finetune, default-form, finetune-long, live-u, resnet50 (everything trained); uncertainty, audit, promises; "
+        "comparator-costs (a step of each system of table1 --comparators); "
         "results (the pages of all); collect (merge finished runs into the stored results)",
     )
     parser.add_argument(

@@ -1,16 +1,24 @@
 """The other systems of Table 1: each can be trained in its regime; the columns, costs and words of their table."""
 
+import csv
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from idml.reproduction import comparator_costs, comparators_page
+from idml.cli import main
+from idml.reproduction import comparator_costs, comparators, comparators_page
 from idml.reproduction.claims import TableRuns, paper_figure
 from idml.reproduction.comparator_costs import Cost, measure_arm, read_costs
 from idml.reproduction.comparators import COMPARATORS, NAME, PROXY_ANCHOR, comparators_table
-from idml.reproduction.comparators_page import comparators_columns, cost_table, describe_comparison, uncounted_bounds
+from idml.reproduction.comparators_page import (
+    comparators_columns,
+    cost_table,
+    describe_comparison,
+    has_comparison,
+    uncounted_bounds,
+)
 from idml.reproduction.regimes import Arms, regime_for
 from idml.reproduction.render import markdown_table
 from idml.reproduction.reproduce import reproduce
@@ -151,6 +159,13 @@ def test_the_paragraph_follows_from_the_rows():
     assert "being made" in describe_comparison([])
 
 
+def test_a_table_that_is_not_finished_is_worth_showing():
+    made, found = table_of({"ProxyAnchor": 0.5, "NIR": 0.6})[1:]
+    assert has_comparison(made, found)
+    assert not has_comparison(*table_of({"ProxyAnchor": 0.5, "plain": 0.4})[1:])
+    assert not has_comparison(*table_of({"NIR": 0.5})[1:])
+
+
 def test_the_columns():
     _, made, found = table_of({"ProxyAnchor": 0.5, "plain": 0.5, "DIML": 0.6, "ABE-8": 0.4}, regime="last")
     costs = {PROXY_ANCHOR: Cost(0.5, 1e8), ("contrastive", "ABE-8"): Cost(4.0, 3e8)}
@@ -186,3 +201,23 @@ def test_bounds_without_the_query_hold_the_truth(hits, monkeypatch):
     for name, value in zip(("RP", "MAP@R"), true, strict=True):
         low, high = found[name]
         assert low - 1e-9 <= 100 * value <= high + 1e-9
+
+
+def test_the_table_by_command_and_on_the_page(patterns, small, tmp_path, monkeypatch, capsys):
+    chosen = tuple(each for each in COMPARATORS if each.name == "CircleLoss")
+    monkeypatch.setattr(comparators, "COMPARATORS", chosen)
+    out = tmp_path / "out"
+    assert main(["reproduce", "table1", "--comparators", "--data", patterns, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "CircleLoss is above plain ProxyAnchor: **" in text
+    assert re.search(r"On folder, frozen, plain ProxyAnchor has R@1 [\d.]+ \[.*?\]\. Of 1 system", text)
+    (rows,) = (list(csv.DictReader(file.open())) for file in out.rglob("table1-comparators-folder-frozen/table.csv"))
+    assert [row["system"] for row in rows] == ["raw features", "plain", "CircleLoss"]
+    assert "[" in rows[2]["R@1 over ProxyAnchor"]
+    assert main(["reproduce", "results", "--out", str(out)]) == 0
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "`idml reproduce table1 --comparators --data folder:PATH`" in page
+    assert "## Which of the other systems beat a tuned ProxyAnchor\n\nOn folder, frozen, plain ProxyAnchor" in page
+    assert "| CircleLoss is above plain ProxyAnchor |" in page
+    assert "table1-comparators (cub, last)" in page
+    assert "On folder, frozen" in (tmp_path / "docs" / "results.html").read_text()

@@ -155,6 +155,11 @@ def describe_comparison(places: Sequence[tuple[str, Table, TableRuns]]) -> str:
     return " ".join(text for text in texts if text)
 
 
+def has_comparison(made: Table, found: TableRuns) -> bool:
+    """Return whether a system and ProxyAnchor have runs: no other table has these arms, so one is worth showing."""
+    return bool(found.runs(PROXY_ANCHOR)) and any(found.runs(claim.arm) for claim in made.claims)
+
+
 _ABOVE, _BELOW, _OPEN = "above", "below", "open"
 _Kinds = Mapping[str, Mapping[str, Estimate]]
 """The systems by how they compare with ProxyAnchor: for each kind their names and gains in R@1."""

@@ -34,7 +34,7 @@ from idml.reproduction.claims import (
 from idml.reproduction.comparator_costs import Cost, read_costs
 from idml.reproduction.comparators import COMMAND, comparators_table
 from idml.reproduction.comparators import NAME as COMPARED
-from idml.reproduction.comparators_page import comparators_columns, describe_comparison
+from idml.reproduction.comparators_page import comparators_columns, describe_comparison, has_comparison
 from idml.reproduction.figures import figures_without_runs, plot_table
 from idml.reproduction.front_page import write_front_page
 from idml.reproduction.live_u import LIVE_U
@@ -184,8 +184,10 @@ def stored_results(out: Path, note: Note = silent) -> Results:
             costs = read_costs(out, data, regime.name) if what == COMPARED else {}
             section = Section(what, made, read_table(made, store), regime, costs)
             if mostly_stored(made, section.found):
-                sections.append(section)
                 shown.add((what, data, regime.name))
+            elif what != COMPARED or not has_comparison(made, section.found):
+                continue
+            sections.append(section)
     running = [f"{what} ({data}, {name})" for what, data, name in PLAN if (what, data, name) not in shown]
     studied = {"resnet50": _study_rows(RESNET50, out, note)}
     studied["live-u"] = [] if regimes.CHOSEN_FORM is None else _study_rows(LIVE_U, out, note)
