@@ -100,7 +100,7 @@ def measure_costs(
     if regime is not None and regime not in EPOCHS:
         raise ValueError(f"the costs are those of the regimes {' and '.join(EPOCHS)}, not of {regime}")
     chosen = [regime] if regime else list(EPOCHS)
-    lines, found = [], dict[str, Any]()
+    lines, found, path = list[str](), dict[str, Any](), out / FILE
     for name in chosen:
         arms = comparators_table(Arms(kind, regime_for(kind, name=name))).arms
         if dry_run:
@@ -113,12 +113,11 @@ def measure_costs(
             measured.append({"loss": arm.loss, "name": arm.name, **cost})
         facts = {"date": time.strftime("%Y-%m-%d"), "machine": machine_name(), "commit": source_commit()}
         found[f"{kind}-{name}"] = {**facts, "arms": measured}
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, (json.dumps({**stored, **found}, indent=1, ensure_ascii=False) + "\n").encode())
     if dry_run:
         return {"table": "\n".join(lines)}
-    path = out / FILE
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (json.dumps({**stored, **found}, indent=1, ensure_ascii=False) + "\n").encode())
     for key, part in found.items():
         lines.append(f"{key}, on {part['machine']}:")
         costs = {(arm["loss"], arm["name"]): Cost(arm["seconds"], arm["memory"]) for arm in part["arms"]}
