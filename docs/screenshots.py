@@ -1,19 +1,47 @@
 """Takes the pictures of the search page: docs/search_page.png (desktop) and docs/search_phone.png.
 
-idml serve GALLERY, then: python docs/screenshots.py http://127.0.0.1:8000/ QUERY.png
+    python docs/screenshots.py FOLDER
 
-The desktop shows the answer to the query, the phone the first screen. Needs Chromium and playwright.
+FOLDER gets a collection of letters, digits and signs, drawn in several fonts; it is indexed with the pretrained
+network and calibrated on itself. What is there already is not made again. The desktop shows the answer to a letter that
+is not in the collection, the phone the first screen. Needs Chromium and playwright.
 """
 
 import argparse
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent
+import idml
+from idml.data.datasets import load_glyphs
+
+HERE = Path(__file__).parent
+NAME = "Letters"  # of the collection
+SIGNS = "&@#%?!$€£§¶+=<>"
+UNKNOWN = "Ж"  # not in the collection
 DESKTOP = {"viewport": {"width": 1280, "height": 860}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 LOADED = "[...document.querySelectorAll('img[src]')].every((image) => image.complete)"
+
+
+def is_collected(letter: str) -> bool:
+    """Say whether the collection has this character: ASCII letters and digits, some signs, Greek capitals."""
+    return (letter.isascii() and letter.isalnum()) or letter in SIGNS or "Α" <= letter <= "Ω"
+
+
+def draw_letters(folder: Path) -> None:
+    """Write the characters of the embedded data set, one sub-folder for each; the unknown one beside them."""
+    data = load_glyphs()
+    for images in (data.train, data.test):
+        for source, label in zip(images.sources, images.labels.tolist(), strict=True):
+            code, _, words = images.classes[label].partition(" ")
+            letter = chr(int(code.removeprefix("U+"), 16))
+            if is_collected(letter) or letter == UNKNOWN:
+                place = folder / ("asked" if letter == UNKNOWN else "letters") / f"{letter} {words.lower()}"
+                place.mkdir(parents=True, exist_ok=True)
+                source.decode().resize((112, 112)).save(place / f"{Path(source.name).stem}.png")
 
 
 def take(browser: Any, url: str, query: Path | None, target: Path, options: dict[str, Any]) -> None:
@@ -35,21 +63,36 @@ def take(browser: Any, url: str, query: Path | None, target: Path, options: dict
 
 
 def main() -> None:
-    """Write both pictures beside this file."""
+    """Make the collection and write both pictures beside this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="of the running service; one that needs no key")
-    parser.add_argument("query", type=Path, help="an image to ask with")
+    parser.add_argument("folder", type=Path, help="for the collection")
+    parser.add_argument("--query", type=Path, help="another image to ask with")
     asked = parser.parse_args()
     program = shutil.which("chromium")
     if program is None:
         parser.error("no chromium in the path; install it (on Debian: apt-get install chromium)")
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        take(browser, asked.url, asked.query, FOLDER / "search_page.png", DESKTOP)
-        take(browser, asked.url, None, FOLDER / "search_phone.png", PHONE)
-        browser.close()
+    if not (asked.folder / "letters").exists():
+        draw_letters(asked.folder)
+    gallery = asked.folder / NAME
+    if not (gallery / "calibration.json").exists():
+        print(idml.index(asked.folder / "letters", gallery))
+        print("\n".join(idml.calibrate(gallery)["words"]))
+    query = asked.query or next((asked.folder / "asked").glob("*/*Serif.png"))
+    command = [sys.executable, "-m", "idml.cli", "serve", str(gallery), "--port", "0"]
+    service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert service.stderr is not None
+        url = next(line.split(" served at ")[1].split()[0] for line in service.stderr if " served at " in line)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+            take(browser, url, query, HERE / "search_page.png", DESKTOP)
+            take(browser, url, None, HERE / "search_phone.png", PHONE)
+            browser.close()
+    finally:
+        service.terminate()
+        service.wait()
 
 
 if __name__ == "__main__":
