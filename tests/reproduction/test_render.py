@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from idml.reproduction.guarantee_study import GUARANTEE
 
 from idml.reproduction.front_page import claim_table, expectation_table, replace_between_marks
 from idml.reproduction.regimes import regime_for
@@ -34,7 +33,7 @@ def study_tables(study, data, seeds):
     rows = [row for row in stored if row["version"] == 1 and row["name"].startswith(f"{study}-")]
     rows = [row for row in rows if row["options"].get("seed", 0) < seeds]
     rows.sort(key=lambda row: (row["options"].get("loss", ""), order.index(row["options"].get("method", "raw"))))
-    return {**STUDIES, "guarantee": GUARANTEE}[study].tables(rows)
+    return STUDIES[study].tables(rows)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +41,6 @@ def study_tables(study, data, seeds):
     [
         ("audit_measured", "audit", "cub", 3, ["table"]),
         ("audit_measured", "audit", "glyphs", 3, ["table", "ambiguous"]),
-        ("calibration", "guarantee", "cub", 1, ["table", "against"]),
-        ("calibration", "guarantee", "cars", 1, ["table", "against"]),
-        ("calibration", "guarantee", "glyphs", 1, ["table", "against"]),
     ],
 )
 def test_tables_of_the_studies_in_the_docs_are_those_of_the_stored_rows(page, study, data, seeds, names):
