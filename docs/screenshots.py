@@ -19,16 +19,11 @@ from idml.data.datasets import load_glyphs
 
 HERE = Path(__file__).parent
 NAME = "Letters"  # of the collection
-SIGNS = "&@#%?!$€£§¶+=<>"
+COLLECTED = "ABCDEFGHJKLMNPQRSTUVWXYZabdefghijmnqrty23456789&@#%?!$€£§¶+=<>ΓΔΘΛΞΠΣΦΨΩ"  # none is drawn like another
 UNKNOWN = "Ж"  # not in the collection
 DESKTOP = {"viewport": {"width": 1280, "height": 860}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 LOADED = "[...document.querySelectorAll('img[src]')].every((image) => image.complete)"
-
-
-def is_collected(letter: str) -> bool:
-    """Say whether the collection has this character: ASCII letters and digits, some signs, Greek capitals."""
-    return (letter.isascii() and letter.isalnum()) or letter in SIGNS or "Α" <= letter <= "Ω"
 
 
 def draw_letters(folder: Path) -> None:
@@ -38,7 +33,7 @@ def draw_letters(folder: Path) -> None:
         for source, label in zip(images.sources, images.labels.tolist(), strict=True):
             code, _, words = images.classes[label].partition(" ")
             letter = chr(int(code.removeprefix("U+"), 16))
-            if is_collected(letter) or letter == UNKNOWN:
+            if letter in COLLECTED or letter == UNKNOWN:
                 place = folder / ("asked" if letter == UNKNOWN else "letters") / f"{letter} {words.lower()}"
                 place.mkdir(parents=True, exist_ok=True)
                 source.decode().resize((112, 112)).save(place / f"{Path(source.name).stem}.png")
@@ -79,7 +74,7 @@ def main() -> None:
     if not (gallery / "calibration.json").exists():
         print(idml.index(asked.folder / "letters", gallery))
         print("\n".join(idml.calibrate(gallery)["words"]))
-    query = asked.query or next((asked.folder / "asked").glob("*/*Serif.png"))
+    query = asked.query or next((asked.folder / "asked").glob(f"{UNKNOWN}*/STIXGeneral.png"))
     command = [sys.executable, "-m", "idml.cli", "serve", str(gallery), "--port", "0"]
     service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
