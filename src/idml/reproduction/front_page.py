@@ -16,10 +16,10 @@ _SHARE, _RATE = "0.25", "0.05"  # unknown queries, wrong matches that are accept
 _DATA = {
     "cub": "CUB-200-2011: birds",
     "cars": "Cars196: cars",
-    "cub+cars": "both together",
+    "cub+cars": "birds and cars together",
     "glyphs": "glyphs: letters and signs",
 }
-_MODELS = {"pretrained": "pretrained, no training", "trained": "trained as above"}
+_MODELS = {"pretrained": "pretrained, no training", "trained": "trained"}
 
 
 def expectation_table(out: Path) -> str:
