@@ -117,11 +117,14 @@ def test_looking_after_a_gallery(run):
     assert items[0] == {"id": items[0]["id"], "path": "photos/c00/0.png", "label": "c00"}
     assert f"{items[0]['id']}  c00  'photos/c00/0.png'" in run("gallery", "list", "g")[1]
     ids = [item["id"] for item in items[:3]]
-    assert result_of(run("gallery", "label", "g", *ids, "--label", "new", "--json")) == {"changed": 3, "items": 240}
-    assert result_of(run("gallery", "label", "g", ids[0], "--json")) == {"changed": 1, "items": 240}
+    whole = {"items": 240, "missing": []}
+    assert result_of(run("gallery", "label", "g", *ids, "--label", "new", "--json")) == {"changed": 3, **whole}
+    assert result_of(run("gallery", "label", "g", ids[0], "--json")) == {"changed": 1, **whole}
     labels = {item["id"]: item["label"] for item in result_of(run("gallery", "list", "g", "--json"))["items"]}
     assert [labels[id] for id in ids] == [None, "new", "new"]
-    assert result_of(run("gallery", "remove", "g", *ids, "unknown", "--json")) == {"changed": 3, "items": 237}
+    status, out, (line,) = run("gallery", "remove", "g", *ids, "unknown", "other", "--json")
+    assert (status, line) == (2, "idml gallery: g has no item 'unknown' (nor 1 more of these)")
+    assert json.loads(out) == {"changed": 3, "items": 237, "missing": ["unknown", "other"]}
     assert result_of(run("gallery", "verify", "g", "--json")) == {"problems": []}
     assert result_of(run("gallery", "compact", "g", "--json"))["items"] == 237
     assert result_of(run("gallery", "backup", "g", "b.sqlite", "--json")) == {"file": "b.sqlite", "items": 237}
@@ -131,7 +134,7 @@ def test_looking_after_a_gallery(run):
     status, out, _ = run("gallery", "verify", "g", "--json")
     assert status == 2
     assert f"gallery.sqlite, item '{items[8]['id']}': the row is damaged" in json.loads(out)["problems"][0]
-    assert result_of(run("gallery", "remove", "g", items[8]["id"], "--json")) == {"changed": 1, "items": 236}
+    assert result_of(run("gallery", "remove", "g", items[8]["id"], "--json"))["changed"] == 1
     assert result_of(run("gallery", "verify", "g", "--json")) == {"problems": []}
     shutil.copy("b.sqlite", "g/gallery.sqlite")  # restored
     assert result_of(run("gallery", "verify", "g", "--json")) == {"problems": []}
@@ -169,6 +172,8 @@ def test_judgements_are_kept_shown_used_and_deleted(run):
         ("search g few/c0/0.png --label x", "use it with --feedback wrong"),
         ("index photos --model nowhere --to new", "there is no model at nowhere"),
         ("index nowhere --model run --to new", "there is no folder 'nowhere'"),
+        ("index empty --model run --to new", "the folder 'empty' contains no image (.jpg, "),
+        ("index empty --to g", "the folder 'empty' contains no image (.jpg, "),
         ("index photos --model run --to milvus://nowhere", "a gallery in Milvus is milvus://host:port/collection"),
         ("index photos --model pretrained --to g", "made with another model"),
         ("search g nowhere.png", "there is no image 'nowhere.png'"),
@@ -190,11 +195,13 @@ def test_a_mistake_is_one_line_and_exit_status_2(run, command, words, monkeypatc
         monkeypatch.delenv(name, raising=False)
     Path("few/c0").mkdir(parents=True)
     Image.new("RGB", (30, 30), "red").save("few/c0/0.png")
+    Path("empty/c0").mkdir(parents=True)
     Path("broken/c00").mkdir(parents=True)
     Path("broken/c00/1.png").write_bytes(b"no image")
     result_of(run("index", "few", "--model", "run", "--to", "g", "--json"))
     status, out, (line,) = run(*command.split())
     assert (status, out) == (2, "")
+    assert not Path("new").exists()  # nothing is made for nothing
     assert line.startswith(f"idml {command.split()[0]}: ")
     assert words in line
 
@@ -207,8 +214,8 @@ def test_two_writers(run, monkeypatch):
     result_of(run("index", "photos", "--model", "run", "--to", "g", "--json"))
     monkeypatch.setattr(sqlite_storage, "WAIT", 0.2)
     with Gallery.open("g", write=True):
-        for command in ("index photos --to g", "gallery remove g x", "gallery compact g"):
-            assert run(*command.split())[0] == 0
+        for command, status in (("index photos --to g", 0), ("gallery remove g x", 2), ("gallery compact g", 0)):
+            assert run(*command.split())[0] == status
     with closing(sqlite3.connect("g/gallery.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         for command in ("gallery remove g x", "gallery compact g"):

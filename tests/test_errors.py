@@ -1,6 +1,8 @@
 """Messages about unknown names."""
 
-from idml.errors import unknown_name
+import pytest
+
+from idml.errors import find_similar, unknown_name
 
 
 def test_the_nearest_name_is_suggested():
@@ -16,6 +18,30 @@ def test_capital_letters_do_not_matter():
 def test_a_long_list_of_names_is_described():
     message = unknown_name("trunk", "resnet", ["resnet50", "vit"], choices="any timm model")
     assert message == "unknown trunk 'resnet'; did you mean 'resnet50'? (any timm model)"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("triplet", ["triplet_semihard"]),  # its beginning counts more than soft_triple's spelling
+        ("semihard", ["triplet_semihard"]),
+        ("Multi-Similarity", ["multi_similarity"]),
+        ("multi similarity", ["multi_similarity"]),
+        ("proxy", ["proxy_nca", "proxy_anchor"]),
+        ("proxy_nca_2", ["proxy_nca"]),
+        ("softtriple", ["soft_triple"]),
+        ("arcface", []),  # like none of them
+        ("", []),
+    ],
+)
+def test_what_may_have_been_meant(written, meant):
+    known = ["soft_triple", "proxy_anchor", "proxy_nca", "multi_similarity", "triplet_semihard"]
+    assert find_similar(written, known) == meant
+
+
+def test_several_names_may_have_been_meant():
+    message = unknown_name("loss", "proxy", ["proxy_nca", "proxy_anchor", "circle"], choices="few")
+    assert message == "unknown loss 'proxy'; did you mean 'proxy_nca' or 'proxy_anchor'? (few)"
 
 
 def test_no_known_names_give_no_suggestion():

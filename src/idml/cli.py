@@ -5,55 +5,103 @@ a command runs, so that ``idml --help`` answers at once.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any
 
 from idml import __version__
+from idml.cli_parser import SETTINGS, Parser, list_choices
 from idml.compat import keep_memory
 from idml.errors import printable
-from idml.methods import METHODS
-from idml.methods.options import Option
 from idml.progress import Display, image_counter
-from idml.training.config import PRESETS, TrainConfig, common_options, from_dict, methods_with, options_of, read_yaml
 
 Handler = Callable[[argparse.Namespace], int]
 _GALLERY = "a folder, or milvus://host:port/collection"
 _RUN = "a run directory, or 'pretrained'"
 _MILVUS_MODEL = "the run of a Milvus gallery"
 _SPEC = "data set, as in idml train"
+_TABLES = {
+    "table1": "seven losses, plain and with IDML; with --comparators, the other systems",
+    "table2": "the parts of IDML, and PEL",
+    "table3": "forms of ambiguous images, without and with the metric",
+    "table4": "how the metric treats uncertain pairs in training",
+    "table5": "what compares images in the test",
+    "table6": "batch sizes",
+    "tau": "figure: the temperature τ",
+    "gamma": "figure: the bias γ",
+    "embedding-size": "figure: the size of the embeddings",
+    "trend": "figure: ‖u‖ during training",
+    "levels": "figure: ‖u‖ of clean and mixed images",
+    "step-tsne": "figure: one gradient step",
+    "gradients": "figure: gradients of the metric",
+    "metrics": "figure: forms of the metric",
+    "u": "whether ‖u‖ of a query ranks errors",
+    "finetune": "everything trained: plain, Mixup, the forms of IDML, the release",
+    "default-form": "which form of mixtures the held-out classes choose",
+    "finetune-long": "plain and the chosen form, three times as long",
+    "live-u": "what keeps u alive inside the metric",
+    "resnet50": "the paper's own network, from local weights",
+    "uncertainty": "every score of uncertainty",
+    "promises": "whether promised error rates are kept",
+    "audit": "label errors that were put in, and found",
+    "comparator-costs": "time and memory of a step of each system of table1 --comparators",
+    "results": "the pages of all stored results",
+    "collect": "merge finished runs into the stored results",
+}
+_SCALES = {"laptop": "hours on a CPU (default)", "paper": "ResNet-50 on GPUs"}
+_REGIMES = {
+    "frozen": "the heads, on features of a pretrained trunk",
+    "last": "the last stage and the heads",
+    "full": "the whole network",
+    "resnet50": "the whole of the paper's network",
+    "scratch": "a small network, from random weights",
+}
+_STUDIED = {"pretrained": "the pretrained trunk (default)", "trained": "models that were trained on the data"}
+_METRICS = {"euclidean": "distance of the unit vectors", "introspective": "the metric that the run was trained with"}
+_RERANKINGS = {"diml": "by matching positions of both images"}
+_RERANK_HELP = "order the first 100 results again; nothing is promised then\n" + list_choices(_RERANKINGS)
+_RUNTIMES = {"auto": "ONNX Runtime where it saves time", "torch": "PyTorch", "onnx": "ONNX Runtime"}
+_RUNTIME_HELP = "what runs the model (default auto)\n" + list_choices(_RUNTIMES)
+_ACTIONS = {
+    "list": "show the items: id, label, path",
+    "remove": "remove items by their ids",
+    "label": "give items the label of --label",
+    "verify": "read everything, and name what is damaged",
+    "compact": "free the space of removed items",
+    "backup": "copy a gallery in use to a file",
+    "feedback": "show or delete judgements about answers",
+}
+_SHELLS = {
+    "bash": "idml completion bash > ~/.local/share/bash-completion/completions/idml",
+    "zsh": "idml completion zsh > a folder of $fpath, as _idml",
+    "tcsh": "idml completion tcsh > a file that ~/.tcshrc sources",
+}
 _SHORT = ("gallery", "search", "export")  # commands that end too soon to use freed memory again
-_LISTED = {"ambiguity": "KIND", "loss_parameters": "NAME=X"}  # options with several values
+_GROUPS = {
+    "your images": ("index", "calibrate", "search", "serve", "gallery"),
+    "models": ("train", "evaluate", "audit", "export"),
+    "what idml can do": ("demo", "reproduce"),
+    "the shell": ("completion",),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 only on success."""
     given = sys.argv[1:] if arguments is None else arguments
-    parser = _Parser(prog="idml", description="Image search that knows when it does not know.")
-    parser.add_argument("--version", action="version", version=f"idml {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    parsers: dict[str, Callable[[Any], None]] = {
-        "train": lambda commands: _add_train(commands, method_options=given[:1] == ["train"]),
-        "demo": _add_demo,
-        "evaluate": _add_evaluate,
-        "reproduce": _add_reproduce,
-        "calibrate": _add_calibrate,
-        "index": _add_index,
-        "gallery": _add_gallery,
-        "search": _add_search,
-        "serve": _add_serve,
-        "audit": _add_audit,
-        "export": _add_export,
-    }
-    chosen = given[:1] if given and given[0] in parsers else list(parsers)  # all of them only for the overview
-    for name in chosen:
-        parsers[name](commands)
-    options = parser.parse_args(given)
+    parser, commands = build_parser(given[:1])
+    if given and given[0] in commands:
+        commands[given[0]].words = given[1:]
+    elif given and given[0].startswith("-"):
+        parser.words = given
+    options, unexpected = parser.parse_known_args(given)
+    if unexpected:
+        word = unexpected[0]
+        place = commands.get(options.command, parser)
+        place.error(f"unknown option {word!r}" if word.startswith("-") else f"unexpected argument {word!r}")
     if options.command is None:
         parser.print_help()
         return 0
@@ -80,14 +128,47 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print one line on standard error and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+def build_parser(chosen: list[str]) -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser of the command line and those of the ``chosen`` commands; of all if none of them exists.
+
+    The flags of `idml train` need torch: they are there only if train is chosen.
+    """
+    parser = Parser(
+        prog="idml", usage="idml COMMAND …", description="Image search that knows when it does not know.", **SETTINGS
+    )
+    parser.add_argument("--version", action="version", version=f"idml {__version__}")
+    commands: Any = parser.add_subparsers(prog="idml", dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
+    adders: dict[str, Callable[[Any], None]] = {
+        "train": lambda commands: _add_train(commands, flags="train" in chosen),
+        "demo": _add_demo,
+        "evaluate": _add_evaluate,
+        "reproduce": _add_reproduce,
+        "calibrate": _add_calibrate,
+        "index": _add_index,
+        "gallery": _add_gallery,
+        "search": _add_search,
+        "serve": _add_serve,
+        "audit": _add_audit,
+        "export": _add_export,
+        "completion": _add_completion,
+    }
+    for name in [name for name in adders if name in chosen] or adders:
+        adders[name](commands)
+    if len(commands.choices) == len(adders):
+        parser.epilog = _list_commands(commands.choices)
+    return parser, commands.choices
+
+
+def _list_commands(commands: dict[str, Parser]) -> str:
+    """The commands in groups, with a line each."""
+    width, lines = max(map(len, commands)), []
+    for title, names in _GROUPS.items():
+        lines += [f"{title}:", *(f"    {name:<{width}}  {commands[name].description}" for name in names), ""]
+    return "\n".join([*lines, "'idml COMMAND --help' shows the options of a command."])
 
 
 def _add_command(commands: Any, name: str, handler: Handler, help: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser: argparse.ArgumentParser = commands.add_parser(name, description=f"{help[0].upper()}{help[1:]}.", **SETTINGS)
     parser.set_defaults(handler=handler)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     return parser
@@ -96,9 +177,9 @@ def _add_command(commands: Any, name: str, handler: Handler, help: str) -> argpa
 def _add_runtime(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runtime",
-        choices=["auto", "torch", "onnx"],
+        choices=[*_RUNTIMES],
         default="auto",
-        help="what runs the model (default: ONNX Runtime where it saves time)",
+        help=_RUNTIME_HELP,
     )
 
 
@@ -124,19 +205,34 @@ def _print_note(line: object) -> None:
 # -------------------- train --------------------
 
 
-def _add_train(commands: Any, *, method_options: bool) -> None:
+def _add_train(commands: Any, *, flags: bool) -> None:
     parser = _add_command(commands, "train", _train, "train a model on a data set")
+    parser.usage = "idml train --data SPEC --out RUN [options]"
     parser.add_argument("--config", metavar="FILE", help="a YAML file with options; flags override it")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    add_options(parser)
-    if method_options:  # this imports torch
+    parser.add_argument("--dry-run", action="store_true", help="check the options and the data, and say what would run")
+    if flags:
+        from idml.cli_train import add_method_options, add_options
+
+        add_options(parser)
         add_method_options(parser)
 
 
 def _train(options: argparse.Namespace) -> int:
+    from idml.cli_train import chosen_options
+
     config = chosen_options(options)
+    from idml.training.checkpoint import check_resumable
     from idml.training.loop import Interrupted, train
 
+    if options.resume:
+        check_resumable(Path(config.out), _print_note)
+    if options.dry_run:
+        from idml.training.plan import plan_run
+
+        plan = plan_run(config, resume=options.resume)
+        _print_result(plan, options.json, plan["words"])
+        return 0
     try:
         with Display() as display:
             metrics = train(config, resume=options.resume, report=display.report, note=display.note)
@@ -150,66 +246,21 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each option that all methods share, ``image_size`` as --image-size."""
-    words = " or ".join(PRESETS)
-    parser.add_argument("--preset", metavar="WORD", help=f"begin with the options of {words}; others override them")
-    _add_flag(parser, Option("freeze_trunk", bool, None, "train the heads alone, in seconds: as --train heads"), "")
-    for option in common_options():
-        default = "" if option.default in (dataclasses.MISSING, (), None) else f" (default {option.default})"
-        _add_flag(parser, option, default)
-
-
-def add_method_options(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each option that only some methods have, grouped by the methods that have it."""
-    groups: dict[tuple[str, ...], Any] = {}
-    for name in {name: None for method in METHODS for name in options_of(method)}:
-        methods = methods_with(name)
-        if tuple(methods) not in groups:
-            groups[tuple(methods)] = parser.add_argument_group(f"options of method {', '.join(methods)}")
-        defaults: dict[object, list[str]] = {}
-        for method in methods:
-            defaults.setdefault(options_of(method)[name].default, []).append(method)
-        words = [f"{value} with {', '.join(own)}" for value, own in defaults.items()]
-        only = next(iter(defaults))
-        default = f" (default {'; '.join(words) if len(words) > 1 else only})"
-        _add_flag(groups[tuple(methods)], options_of(methods[0])[name], "" if only is None else default)
-
-
-def _add_flag(parser: Any, option: Option, default: str) -> None:
-    flag, text = f"--{option.name.replace('_', '-')}", (option.text + default).replace("%", "%%")
-    if option.type is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-    elif option.name in _LISTED:
-        parser.add_argument(flag, nargs="*", default=argparse.SUPPRESS, metavar=_LISTED[option.name], help=text)
-    else:
-        convert = next((t for t in (int, float) if option.type is t or t in get_args(option.type)), str)
-        metavar = {int: "N", float: "X"}.get(convert, "WORD")
-        parser.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=metavar, help=text)
-
-
-def chosen_options(namespace: argparse.Namespace) -> TrainConfig:
-    """Build the configuration from the flags and the file given by --config; flags win."""
-    values = read_yaml(Path(namespace.config)) if getattr(namespace, "config", None) else {}
-    ignored = {"command", "handler", "config", "resume", "json"}
-    given = {key: value for key, value in vars(namespace).items() if key not in ignored}
-    return from_dict(values | {key: value for key, value in given.items() if key != "preset" or value})
-
-
 # -------------------- demo, evaluate, reproduce --------------------
 
 
 def _add_demo(commands: Any) -> None:
     parser = _add_command(commands, "demo", _demo, "train the plain loss and IDML on glyphs, then search")
-    parser.add_argument("--out", metavar="DIR", default="runs/demo", help="where to put it (default runs/demo)")
+    parser.add_argument("--out", metavar="DIR", help="where to put it (default runs/demo, or runs/demo-quick)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the signs: seconds, with worse figures")
 
 
 def _demo(options: argparse.Namespace) -> int:
     from idml.demo import demo
 
-    out = Path(options.out)
+    out = Path(options.out or ("runs/demo-quick" if options.quick else "runs/demo"))
     with Display() as display:
-        results = demo(out, report=display.report, note=display.note)
+        results = demo(out, quick=options.quick, report=display.report, note=display.note)
     lines = _format_figures({method: results[method]["selected"] for method in ("plain", "idml")})
     for name, counts in results["search"]["counts"].items():
         lines.append(f"{name} queries: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
@@ -227,11 +278,20 @@ def _add_evaluate(commands: Any) -> None:
     )
     parser.add_argument("of", metavar="RUN", help="a run directory")
     parser.add_argument("--data", metavar="SPEC", required=True, help=_SPEC)
-    parser.add_argument("--metric", metavar="WORD", default="euclidean", help="euclidean (default) or introspective")
+    parser.add_argument(
+        "--metric",
+        choices=["euclidean", "introspective"],
+        default="euclidean",
+        help="what neighbours are found by (default euclidean)\n" + list_choices(_METRICS),
+    )
     parser.add_argument("--split", metavar="SPLIT", default="official", help="which classes test (default official)")
     parser.add_argument("--ensemble", metavar="RUN", nargs="+", default=[], help="further runs that vote with this one")
     parser.add_argument("--graded", action="store_true", help="three strengths of every degradation instead of one")
-    parser.add_argument("--rerank", metavar="WORD", help="diml: match positions of the first 100 neighbours of a query")
+    parser.add_argument(
+        "--rerank",
+        choices=["diml"],
+        help="order the first 100 neighbours of a query again\n" + list_choices(_RERANKINGS),
+    )
     parser.add_argument("--out", metavar="DIR", help="where report.html goes (default RUN/evaluation)")
 
 
@@ -262,21 +322,12 @@ def _add_reproduce(commands: Any) -> None:
     parser = _add_command(
         commands, "reproduce", _reproduce, "make a table or figure; the same command continues a stopped one"
     )
-    parser.add_argument(
-        "what",
-        metavar="WHAT",
-        help="table1 … table6, tau, gamma, embedding-size, trend, levels, step-tsne, gradients, metrics, u; "
-        "finetune, default-form, finetune-long, live-u, resnet50 (everything trained); uncertainty, audit, promises; "
-        "comparator-costs (a step of each system of table1 --comparators); "
-        "results (the pages of all); collect (merge finished runs into the stored results)",
-    )
-    parser.add_argument(
-        "--scale", metavar="WORD", default="laptop", help="laptop (default), or paper: ResNet-50 on GPUs"
-    )
+    parser.add_argument("what", metavar="WHAT", help="what to make\n" + list_choices(_TABLES))
+    parser.add_argument("--scale", choices=[*_SCALES], default="laptop", help="how large\n" + list_choices(_SCALES))
     parser.add_argument(
         "--regime",
-        metavar="WORD",
-        help="on a laptop: frozen, last, full, resnet50 or scratch (default by the data set)",
+        choices=[*_REGIMES],
+        help="on a laptop, what is trained (default by the data set)\n" + list_choices(_REGIMES),
     )
     parser.add_argument("--data", metavar="SPEC", help="data set (default glyphs)")
     parser.add_argument("--seeds", type=int, metavar="N", help="runs of each arm (default by the table)")
@@ -285,8 +336,10 @@ def _add_reproduce(commands: Any) -> None:
     parser.add_argument(
         "--comparators", action="store_true", help="table1: the other systems that the paper compares with"
     )
-    parser.add_argument("--model", metavar="WORD", help="promises: pretrained (default) or trained")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--model", choices=[*_STUDIED], help="promises: what is studied\n" + list_choices(_STUDIED))
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check that the data is there, and say what would be done"
+    )
 
 
 def _reproduce(options: argparse.Namespace) -> int:
@@ -361,9 +414,11 @@ def _add_index(commands: Any) -> None:
 
 
 def _index(options: argparse.Namespace) -> int:
-    from idml.search.gallery import open_or_create
-    from idml.search.indexing import index_folder
+    from idml.search.gallery import gallery_exists, open_or_create
+    from idml.search.indexing import check_folder, index_folder
 
+    if not gallery_exists(options.to):
+        check_folder(Path(options.images))  # before a gallery is made for nothing
     with (
         Display("indexing") as display,
         open_or_create(options.to, options.model, runtime=options.runtime) as gallery,
@@ -392,7 +447,7 @@ def _index(options: argparse.Namespace) -> int:
 
 def _add_gallery(commands: Any) -> None:
     parser = _add_command(commands, "gallery", _gallery, "list, change, check or compact a gallery")
-    parser.add_argument("action", choices=["list", "remove", "label", "verify", "compact", "backup", "feedback"])
+    parser.add_argument("action", metavar="ACTION", choices=[*_ACTIONS], help="what to do\n" + list_choices(_ACTIONS))
     parser.add_argument("place", metavar="GALLERY", help=_GALLERY)
     parser.add_argument(
         "ids",
@@ -415,11 +470,15 @@ def _gallery(options: argparse.Namespace) -> int:
         if not options.ids:
             raise ValueError(f"name the items to {action}; 'idml gallery list {place}' shows their ids")
         with Gallery.open(place, run=run, write=True) as gallery:
+            missing = [id for id in options.ids if id not in gallery.engine] if action == "remove" else []
             relabelled = dict.fromkeys(options.ids, options.label)
             changed = gallery.remove(options.ids) if action == "remove" else gallery.relabel(relabelled)
-            items = len(gallery)
-        _print_result({"changed": changed, "items": items}, options.json, [f"{changed:,} changed, {items:,} items"])
-        return 0
+            result = {"changed": changed, "items": len(gallery), "missing": missing}
+        _print_result(result, options.json, [f"{changed:,} changed, {result['items']:,} items"])
+        if missing:
+            also = f" (nor {len(missing) - 1:,} more of these)" if len(missing) > 1 else ""
+            _print_note(f"idml gallery: {place} has no item {missing[0]!r}{also}")
+        return 2 if missing else 0
     with open_engine(place, run=run, write=action == "compact") as engine:
         if action == "feedback":
             _show_feedback(options, engine.properties)
@@ -486,9 +545,7 @@ def _add_search(commands: Any) -> None:
     parser.add_argument(
         "--max-missed", type=float, metavar="X", help="show results until at most this share of lists has no right one"
     )
-    parser.add_argument(
-        "--rerank", metavar="WORD", help="diml: sort the first 100 results anew by position maps; nothing is promised"
-    )
+    parser.add_argument("--rerank", choices=[*_RERANKINGS], help=_RERANK_HELP)
     parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
     _add_runtime(parser)
 
@@ -570,7 +627,7 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-# -------------------- audit, export --------------------
+# -------------------- audit, export, completion --------------------
 
 
 def _add_audit(commands: Any) -> None:
@@ -611,6 +668,28 @@ def _export(options: argparse.Namespace) -> int:
 
     result = export_onnx(options.of, options.out)
     _print_result(result, options.json, [f"{options.out}: equal to the model within {result['difference']:.1g}"])
+    return 0
+
+
+def _add_completion(commands: Any) -> None:
+    parser = _add_command(commands, "completion", _completion, "print the script that completes commands with Tab")
+    parser.add_argument("shell", metavar="SHELL", choices=[*_SHELLS], help="the shell\n" + list_choices(_SHELLS))
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    parser, commands = build_parser([*build_parser([])[1]])
+    files = {"FILE": shtab.FILE, "IMAGE": shtab.FILE}
+    files |= dict.fromkeys(("DIR", "RUN", "GALLERY", "IMAGES"), shtab.DIRECTORY)
+    for command in (parser, *commands.values()):
+        for action in command.arguments:
+            if action.dest == "command":
+                action.help = "what to do"  # shtab skips an action whose help is suppressed
+            if action.metavar in files:
+                action.complete = files[action.metavar]  # type: ignore[attr-defined]
+    script = shtab.complete(parser, options.shell)
+    _print_result({"script": script}, options.json, script.splitlines())
     return 0
 
 

@@ -201,13 +201,13 @@ def test_a_difference_from_the_official_counts_is_noted_or_refused(tmp_path, mon
     ]
     listing = layouts.Listing(layouts.Folder(tmp_path), ("a", "b"), images, official)
     monkeypatch.setitem(catalogue.LAYOUTS, "sop", lambda path: listing)
-    assert [line for line in load_dataset("sop:x").notes if "of one image" not in line] == ([note] if note else [])
+    assert [line for line in load_dataset("sop:.").notes if "of one image" not in line] == ([note] if note else [])
     if note:
-        refused("sop:x", note, str(tmp_path), strict=True)
-        refused("sop:x", note, str(tmp_path), strict=True, spare=0.1)
-        assert note in load_dataset("sop:x", strict=True, spare=1.0).notes
+        refused("sop:.", note, str(tmp_path), strict=True)
+        refused("sop:.", note, str(tmp_path), strict=True, spare=0.1)
+        assert note in load_dataset("sop:.", strict=True, spare=1.0).notes
     else:
-        assert len(load_dataset("sop:x", strict=True).train) == 2
+        assert len(load_dataset("sop:.", strict=True).train) == 2
 
 
 # ---- splits

@@ -35,7 +35,7 @@ def test_a_dry_run_says_the_jobs_the_settings_and_the_hours(tmp_path, capsys):
         "learning rates 1e-05, 0.0001, 0.0006", "all data sets: ",
     ):  # fmt: skip
         assert words in text
-    assert main([*command, "--json", "--data", "cub:nowhere", "--seeds", "1"]) == 0
+    assert main([*command, "--json", "--data", "cub", "--seeds", "1"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(plan["jobs"]) == (7 * 3 + 1) * 3
     hours = {job["name"]: job["hours"] for job in plan["jobs"]}
@@ -154,7 +154,7 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
 def test_rows_of_version_1_are_not_used_and_one_line_says_so(tmp_path, capsys):
     for path in RESULTS.glob("cub-f*"):
         shutil.copy(path, tmp_path)
-    assert main(["reproduce", "table5", "--data", "cub:x", "--out", str(tmp_path), "--dry-run", "--json"]) == 0
+    assert main(["reproduce", "table5", "--data", "cub", "--out", str(tmp_path), "--dry-run", "--json"]) == 0
     text = capsys.readouterr()
     (line,) = text.err.splitlines()
     assert re.search(
@@ -169,7 +169,7 @@ def test_rows_of_version_1_are_not_used_and_one_line_says_so(tmp_path, capsys):
 
 def test_a_dry_run_counts_the_features_of_a_frozen_trunk_once(tmp_path):
     def plan(what):
-        return reproduce(what, "cub:x", out=tmp_path, dry_run=True)
+        return reproduce(what, "cub", out=tmp_path, dry_run=True)
 
     each = 2 * 0.9 * 5864 / 100 / 3600  # two epochs of crops, 100 images a second
     assert plan("table5")["feature_hours"] == pytest.approx(3 * 2 * each)  # three seeds: originals, mixtures
@@ -186,6 +186,8 @@ def test_a_dry_run_counts_the_features_of_a_frozen_trunk_once(tmp_path):
         (["table1", "--regime", "frozn", "--data", "cub:x"], "did you mean 'frozen'?"),
         (["table1", "--regime", "full", "--scale", "paper"], "leave out the regime"),
         (["audit", "--scale", "paper"], "one scale only"),
+        (["table1", "--data", "cub:/nowhere/at/all", "--dry-run"], "/nowhere/at/all"),
+        (["uncertainty", "--data", "folder:/nowhere/at/all", "--dry-run"], "/nowhere/at/all"),
         (["first"], "unknown table 'first'"),
         (["table1", "--data", "cub:/nowhere/at/all"], "/nowhere/at/all"),
         (["live-u", "--data", "cub:x"], "`idml reproduce default-form` chooses it"),
@@ -197,7 +199,11 @@ def test_a_dry_run_counts_the_features_of_a_frozen_trunk_once(tmp_path):
 )
 def test_bad_input_is_one_line(arguments, line, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(regimes, "CHOSEN_FORM", None)
-    assert main(["reproduce", *arguments, "--out", str(tmp_path / "out")]) == 2
+    try:
+        status = main(["reproduce", *arguments, "--out", str(tmp_path / "out")])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
     error = capsys.readouterr().err
     assert line in error
     assert error.count("\n") == 1

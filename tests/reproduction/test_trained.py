@@ -29,9 +29,9 @@ from idml.reproduction.runner import ArmProgress, Store
 def trained(monkeypatch, patterns, small):
     """The SPEC, with the regimes `full` and `resnet50` made small."""
     full = Regime("full", small.base, Speed(1000, 1, "a test"), rates=(1e-3,), seeds=1, study_rate=1e-3)
-    monkeypatch.setitem(regimes._LAPTOP, "full", full)
+    monkeypatch.setitem(regimes.LAPTOP, "full", full)
     short = {**small.base, "schedule": "constant", "warmup_epochs": 0, "epochs": 1}
-    monkeypatch.setitem(regimes._LAPTOP, "resnet50", dataclasses.replace(full, name="resnet50", base=short))
+    monkeypatch.setitem(regimes.LAPTOP, "resnet50", dataclasses.replace(full, name="resnet50", base=short))
     monkeypatch.setattr(regimes, "CHOSEN_FORM", None)
     return patterns
 
@@ -72,7 +72,7 @@ def test_nothing_of_the_test_classes_is_shown_before_the_form_is_chosen(trained,
     assert "| R@1 |" in capsys.readouterr().out
     found = reproduce("live-u", trained, 1, out)
     assert [row["name"] for row in found["results"].values()][:5] == [
-        f"live-u-tau-{Store(out, trained, regimes._LAPTOP['full']).cell('proxy_anchor', arm.options, 1e-3, 0).name}"
+        f"live-u-tau-{Store(out, trained, regimes.LAPTOP['full']).cell('proxy_anchor', arm.options, 1e-3, 0).name}"
         for arm in pilots(trained)
     ]
     lines = [line for line in found["table"].splitlines() if line.startswith("| ")]
@@ -81,7 +81,7 @@ def test_nothing_of_the_test_classes_is_shown_before_the_form_is_chosen(trained,
 
 
 def pilots(data):
-    arms = regimes.Arms(data, regimes._LAPTOP["full"])
+    arms = regimes.Arms(data, regimes.LAPTOP["full"])
     for tau in live_u.TAUS:
         arm = live_u.live_u_arms(arms, tau)[-1]
         yield dataclasses.replace(arm, options={**arm.options, "epochs": live_u.PILOT_EPOCHS})

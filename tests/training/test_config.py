@@ -1,9 +1,13 @@
 import argparse
+import re
 
 import pytest
 
-from idml.cli import add_method_options, add_options, chosen_options, main
-from idml.training.config import PRESETS, TrainConfig, from_dict, list_differences, preset, to_dict
+from idml.cli import main
+from idml.cli_train import GROUPS, SPECS, TRUNKS, add_method_options, add_options, chosen_options
+from idml.losses import LOSSES
+from idml.methods import METHODS
+from idml.training.config import PRESETS, TrainConfig, common_options, from_dict, list_differences, preset, to_dict
 
 
 def training_parser():
@@ -38,6 +42,20 @@ def test_every_flag_says_what_it_is_for():
         assert action.help, action.dest
 
 
+def test_every_common_option_is_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted([*(option.name for option in common_options()), "freeze_trunk", "preset"])
+
+
+def test_help_has_a_line_for_each_loss_method_and_trunk(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for name in (*LOSSES, *METHODS, *TRUNKS, *SPECS, *PRESETS):
+        (line,) = [line for line in lines if re.match(rf"{re.escape(name)}  +\w", line)]
+        assert len(line) > len(name) + 8, line
+
+
 def test_help_lists_the_options_of_each_method_under_it(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
@@ -45,9 +63,9 @@ def test_help_lists_the_options_of_each_method_under_it(capsys):
     for group, flag in (
         ("options of method ism, idml, nir, diml, drml, dac, mic, diva, dcml, pads, abe:", "--tau X"),
         ("options of method dac:", "--groups N"),
-        ("options of method mixup, idml, pel-mixup:", "--labels WORD"),
+        ("options of method mixup, idml, pel-mixup:", "--labels {sets,weighted}"),
         ("options of method pel, pel-mixup:", "--samples N"),
-        ("options of method plain, mixup, ism, idml:", "--teach-u WORD"),
+        ("options of method plain, mixup, ism, idml:", "--teach-u {none,ranking}"),
     ):
         assert flag in text.partition(group)[2]
         assert flag not in text.partition(group)[0].partition("options:")[2] or "--tau" not in flag
@@ -114,6 +132,8 @@ def test_differences_name_what_changed():
     ("options", "words"),
     [
         ({"epoch": 3}, "unknown option 'epoch'; did you mean 'epochs'"),
+        ({"loss": "triplet"}, "unknown loss 'triplet'; did you mean 'triplet_semihard'"),
+        ({"method": "IDML"}, "unknown method 'IDML'; did you mean 'idml'"),
         ({"method": "idm"}, "unknown method 'idm'; did you mean 'idml'"),
         ({"ambiguity": ["mixupp"]}, "unknown ambiguity 'mixupp'; did you mean 'mixup'"),
         ({"schedule": "cos"}, "did you mean 'cosine'"),
@@ -177,8 +197,9 @@ def test_presets_and_what_overrides_them(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("preset: paper\nepochs: 3\n")
     assert values(chosen("--data", "cub:x", "--config", str(file)), "epochs", "trunk") == (3, "resnet50")
+    file.write_text("preset: papre\n")
     with pytest.raises(ValueError, match="unknown preset 'papre'; did you mean 'paper'"):
-        chosen("--data", "cub:x", "--preset", "papre")
+        chosen("--data", "cub:x", "--config", str(file))
 
 
 @pytest.mark.parametrize("name", PRESETS)

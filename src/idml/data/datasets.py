@@ -16,7 +16,7 @@ from idml.data.glyphs import Drawings, find_twins, is_train_group, load_drawings
 from idml.data.layouts import Listed, Listing, cars, cub, folder, format_count, inshop, sop, table
 from idml.data.sources import ArraySource, Source
 from idml.embeddings import Index, as_rows
-from idml.errors import unknown_name
+from idml.errors import find_similar, unknown_name
 
 LAYOUTS: dict[str, Callable[[Path], Listing]] = {
     "cub": cub,
@@ -120,16 +120,13 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False, sp
     input is a ``ValueError`` or ``FileNotFoundError`` of one line.
     """
     _check_split(split)
+    check_spec(spec)
     kind, _, path = spec.partition(":")
     if spec == "glyphs":
         if split not in ("official", "all"):
             raise ValueError(f"glyphs has the splits official, which keeps twins together, and all; got {split!r}")
         glyphs = load_glyphs()
         return glyphs if split == "official" else _train_and_test_on_all(glyphs)
-    if kind not in LAYOUTS:
-        raise ValueError(unknown_name("data set", kind, ["glyphs", *LAYOUTS], choices=f"one of {', '.join(SPECS)}"))
-    if not path:
-        raise ValueError(f"{kind!r} needs a path: {next(s for s in SPECS if s.startswith(f'{kind}:'))}")
     try:
         listing = LAYOUTS[kind](Path(os.path.expanduser(path)))
     except FileNotFoundError:
@@ -137,6 +134,31 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False, sp
     except OSError as error:
         raise ValueError(f"cannot read {str(error.filename or path)!r}: {error.strerror}") from None
     return _build_listed(kind, listing, split, spare if strict else None)
+
+
+def check_spec(spec: str) -> None:
+    """Raise an error of one line unless a SPEC has a known kind and its path exists. No image is looked for.
+
+    A path without a kind is told the kind that fits it.
+    """
+    kind, _, name = spec.partition(":")
+    if spec == "glyphs":
+        return
+    if kind not in LAYOUTS:
+        bare = os.path.expanduser(spec)
+        if os.path.isdir(bare) or (os.path.isfile(bare) and bare.endswith(".tar")):
+            raise ValueError(f"{spec!r} is a path without a kind: write folder:{spec} (or cub:, cars:, sop:, inshop:)")
+        if os.path.isfile(bare):
+            raise ValueError(f"{spec!r} is a path without a kind: write csv:{spec} if it is a list of images")
+        raise ValueError(unknown_name("data set", kind, ["glyphs", *LAYOUTS], choices=f"one of {', '.join(SPECS)}"))
+    if not name:
+        raise ValueError(f"{kind!r} needs a path: {next(s for s in SPECS if s.startswith(f'{kind}:'))}")
+    path = Path(os.path.expanduser(name))
+    if not os.path.exists(path):
+        beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+        near = find_similar(path.name, beside)
+        hint = f"; did you mean {kind}:{path.parent / near[0]}?" if near else ""
+        raise FileNotFoundError(f"there is no {str(path)!r}{hint}")
 
 
 def hold_out(images: ImageSet, share: float) -> tuple[ImageSet, ImageSet | None]:

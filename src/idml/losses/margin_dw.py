@@ -60,7 +60,9 @@ def margin_of_pairs(positives: Tensor, negatives: Tensor, *, beta: float, margin
 
 
 class MarginDW(PairLoss):
-    """Margin loss; the sampled negatives are fixed by the ``seed`` of the call.
+    """Margin loss with negatives sampled by distance.
+
+    The sampled negatives are fixed by the ``seed`` of the call.
 
     With ``learned_beta`` every class has a β of its own, which starts at ``beta`` and learns. An image with a label set
     has the mean β of its classes.

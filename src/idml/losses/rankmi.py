@@ -59,7 +59,10 @@ def rankmi(
 
 
 class RankMI(PairLoss):
-    """RankMI; its critic is a part of the loss, and the sampled negatives are fixed by the ``seed`` of the call."""
+    """RankMI, which learns a critic with the embeddings.
+
+    The critic is a part of the loss. The sampled negatives are fixed by the ``seed`` of the call.
+    """
 
     form = "distance"
     function = staticmethod(rankmi)

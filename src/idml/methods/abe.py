@@ -53,7 +53,7 @@ class AbeOptions:
 
 
 class Abe(MetricMethod):
-    """The loss of each learner, and their divergence."""
+    """Attention branches: the loss of each learner, and their divergence."""
 
     Options = AbeOptions
     options: AbeOptions

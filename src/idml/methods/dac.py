@@ -51,7 +51,7 @@ class DacOptions:
 
 
 class Dac(MetricMethod):
-    """The loss of one slice on batches of one group; at the end, of the whole embedding on all images."""
+    """Divide and conquer: each slice learns from one group of images; at the end, all together."""
 
     Options = DacOptions
     options: DacOptions

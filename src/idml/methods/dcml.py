@@ -60,7 +60,7 @@ class DcmlOptions:
 
 
 class Dcml(MetricMethod):
-    """A loss for each composite on a random half of the classes, and clear choices of the compositors."""
+    """A loss for each of several composites, on a random half of the classes."""
 
     Options = DcmlOptions
     options: DcmlOptions

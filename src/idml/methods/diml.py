@@ -55,7 +55,7 @@ class DimlOptions:
 
 
 class Diml(MetricMethod):
-    """A pair loss on the mean of the pair matrix and of the structural one."""
+    """A pair loss on the mean of the pair matrix and of one that matches positions."""
 
     Options = DimlOptions
     options: DimlOptions

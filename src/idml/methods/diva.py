@@ -116,7 +116,7 @@ class DivaOptions:
 
 
 class Diva(MetricMethod):
-    """Four slices with four tasks."""
+    """Four slices with four tasks: classes, shared and intra-class features, single images."""
 
     Options = DivaOptions
     options: DivaOptions

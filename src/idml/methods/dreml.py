@@ -64,7 +64,7 @@ class DremlOptions:
 
 
 class Dreml(MetricMethod):
-    """Cross-entropy of L slices, each with a random grouping of the classes of its own."""
+    """An ensemble of slices, each with a random grouping of the classes."""
 
     Options = DremlOptions
     options: DremlOptions

@@ -44,7 +44,7 @@ class DrmlOptions:
 
 
 class Drml(MetricMethod):
-    """A loss for each node over the images that it reconstructs best, and one for the embedding that mixes them."""
+    """A loss for each node over the images that it reconstructs best, and one for their mix."""
 
     Options = DrmlOptions
     options: DrmlOptions

@@ -25,7 +25,10 @@ class IdmlOptions:
 
 
 class Idml(Method):
-    """L = the loss of originals and mixtures by the introspective metric; `MixtureOptions` says which images meet."""
+    """The paper's method: the introspective metric on images and mixtures.
+
+    L = the loss of originals and mixtures by the introspective metric; `MixtureOptions` says which images meet.
+    """
 
     Options = IdmlOptions
     options: IdmlOptions

@@ -92,7 +92,10 @@ class IsmOptions:
 
 
 class Ism(Method):
-    """L = loss(s, u, labels) with the introspective metric."""
+    """The introspective metric without mixtures.
+
+    L = loss(s, u, labels) with the introspective metric.
+    """
 
     Options = IsmOptions
     options: IsmOptions

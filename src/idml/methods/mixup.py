@@ -115,7 +115,10 @@ class MixupOptions:
 
 
 class Mixup(Method):
-    """L = the loss of originals and mixtures by the plain metric, and L_u for the uncertainty of the originals."""
+    """The loss on images and on mixtures of two; u is taught beside it.
+
+    L = the loss of originals and mixtures by the plain metric, and L_u for the uncertainty of the originals.
+    """
 
     Options = MixupOptions
     options: MixupOptions

@@ -148,7 +148,7 @@ class NirOptions:
 
 
 class Nir(MetricMethod):
-    """A proxy loss and the energy of the images under a flow that is conditioned on the proxies."""
+    """Non-isotropy regularisation: a proxy loss, and a flow that is conditioned on the proxies."""
 
     Options = NirOptions
     options: NirOptions

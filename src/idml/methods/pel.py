@@ -155,7 +155,10 @@ class PelOptions:
 
 
 class Pel(Method):
-    """L = mean_k loss(sample k) + kl_weight·KL; the second head gives σ."""
+    """Probabilistic embeddings: the loss on samples of a Gaussian for each image.
+
+    L = mean_k loss(sample k) + kl_weight·KL; the second head gives σ.
+    """
 
     Options = PelOptions
     options: PelOptions

@@ -20,7 +20,10 @@ class PlainOptions:
 
 
 class Plain(Method):
-    """L = loss(s, labels), and L_u for the uncertainty. The loss itself never sees u."""
+    """The loss alone; u is taught beside it.
+
+    L = loss(s, labels), and L_u for the uncertainty. The loss itself never sees u.
+    """
 
     Options = PlainOptions
     options: PlainOptions

@@ -106,6 +106,18 @@ class Conv4(nn.Module):
         return out
 
 
+def check_trunk(name: str) -> None:
+    """Raise ``ValueError`` unless there is a trunk called ``name``."""
+    if name == SMALL:
+        return
+    ensure_torchvision()
+    import timm
+
+    if not timm.is_model(name):
+        known = [SMALL, *timm.list_models()]
+        raise ValueError(unknown_name("trunk", name, known, choices=f"any timm model, or {SMALL!r}"))
+
+
 def build_trunk(
     name: str,
     *,
@@ -127,12 +139,7 @@ def build_trunk(
         if weights is not None:
             load_weights(small, weights, (), name)
         return Trunk(small, Conv4.widths[-1], image_size or 32, (0.5,) * in_chans, (0.5,) * in_chans)
-    ensure_torchvision()
-    import timm
-
-    if not timm.is_model(name):
-        known = [SMALL, *timm.list_models()]
-        raise ValueError(unknown_name("trunk", name, known, choices=f"any timm model, or {SMALL!r}"))
+    check_trunk(name)
     packaged = name == PACKAGED
     if packaged and pretrained and in_chans != 3:
         raise ValueError(f"the weights of {name!r} are for 3 channels, got in_chans={in_chans}")

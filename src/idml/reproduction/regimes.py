@@ -90,7 +90,7 @@ class Regime:
 
 _CORE = "one core of a 2-core CPU"
 _PHOTOS = {**UNTAUGHT_U, "image_size": 112, "embedding_dim": 512}
-_LAPTOP = {
+LAPTOP = {
     "frozen": Regime(
         "frozen",
         {**_PHOTOS, "train": "heads", "crops": 2, "epochs": 12},
@@ -142,9 +142,9 @@ def regime_for(data: str, scale: str = "laptop", name: str | None = None) -> Reg
         return _paper_regime(data)
     if name is None:
         name = "scratch" if data == "glyphs" else "frozen"
-    if name not in _LAPTOP:
-        raise ValueError(unknown_name("regime", name, _LAPTOP))
-    regime, kind = _LAPTOP[name], data.partition(":")[0]
+    if name not in LAPTOP:
+        raise ValueError(unknown_name("regime", name, LAPTOP))
+    regime, kind = LAPTOP[name], data.partition(":")[0]
     if name == "frozen" and kind in _AT_224:
         return replace(regime, base={**regime.base, "image_size": 224}, speed=_AT_224[kind])
     return regime

@@ -1,6 +1,6 @@
 """`idml reproduce WHAT`: make what is missing of a table, study or figure and write it; or estimate the cost."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,8 @@ def reproduce(
         weights: a safetensors file with the trunk's weights, for the regime `resnet50`.
         comparators: with table1, the other systems of that table instead of the seven losses.
         model: with promises, "pretrained" (by default) or "trained".
-        dry_run: only say which runs are missing, with which settings, and what they are expected to cost.
+        dry_run: check that the data is there, and say which runs are missing, with which settings, and what they are
+            expected to cost. A data set without a path (``cub``) is planned without its images.
         report: gets the progress of each run.
         note: gets lines for the user.
 
@@ -154,6 +155,15 @@ class _Work:
             )
         return store
 
+    def check_data(self, store: Store, plan: dict[str, Any], missing: Sequence[object]) -> dict[str, Any]:
+        """Return a plan of a dry run; if runs are missing, their data must be there.
+
+        A data set without a path, such as ``cub``, is planned without its images.
+        """
+        if missing and ":" in store.data:
+            load_official_dataset(store.data, self.note)
+        return plan
+
     def make(self, store: Store, missing: Callable[[Store], list[Cell]], measures: Measures) -> Store:
         """Make all cells that are missing; the data set is not needed if none is."""
         if missing(store) or Processes().count > 1:
@@ -189,7 +199,8 @@ def _reproduce_table(
     store = work.store(data, chosen)
     if work.dry_run:
         times = relative_times(read_costs(work.out, store.data.partition(":")[0], chosen.name))
-        return _plan_table(what, table, store, seeds, times if what == others.NAME else {})
+        plan = _plan_table(what, table, store, seeds, times if what == others.NAME else {})
+        return work.check_data(store, plan, plan["jobs"])
     for arm in table.arms:
         if refused := read_progress(store, arm, seeds).refused:
             work.note(f"{arm}: left out: {refused}")
@@ -317,7 +328,7 @@ def _reproduce_study(what: str, study: Study, data: str, seeds: int | None, work
     count = seeds or study.seeds
     store = work.store(data, regime_for(data, name=study.regime))
     if work.dry_run:
-        return _plan_cells(store, study.cells(store, count))
+        return _plan_cells(store, study.cells(store, count), work)
     rows = _run_cells(store, lambda own: study.cells(own, count), study.measures, work)
     if not Processes().first:
         return {"table": ""}
@@ -331,7 +342,7 @@ def _reproduce_step(data: str, work: _Work) -> dict[str, Any]:
     store = work.store(data, regime_for(data))
     cell = step_cell(store)
     if work.dry_run:
-        return _plan_cells(store, [cell])
+        return _plan_cells(store, [cell], work)
     (found,) = _run_cells(store, lambda own: [cell], Measures(run=measure_step), work)
     folder = work.out / "tables" / f"{STEP}-{data.partition(':')[0]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -349,7 +360,7 @@ def _run_cells(store: Store, cells: Callable[[Store], list[Cell]], measures: Mea
     return [row for cell in cells(store) if (row := store.read(cell)) is not None]
 
 
-def _plan_cells(store: Store, cells: list[Cell]) -> dict[str, Any]:
+def _plan_cells(store: Store, cells: list[Cell], work: _Work) -> dict[str, Any]:
     missing = [cell for cell in cells if store.read(cell) is None]
     lines, total = [f"{len(missing)} of {len(cells)} runs to do"], 0.0
     for cell in missing:
@@ -361,4 +372,5 @@ def _plan_cells(store: Store, cells: list[Cell]) -> dict[str, Any]:
             lines.append(cell.name)
     if total:
         lines[0] += f", about {total:.2g} hours on {store.regime.speed.on}"
-    return {"missing": [cell.name for cell in missing], "hours": total, "table": "\n".join(lines)}
+    plan = {"missing": [cell.name for cell in missing], "hours": total, "table": "\n".join(lines)}
+    return work.check_data(store, plan, missing)

@@ -64,9 +64,7 @@ def index_folder(
     """
     if not gallery.writable:
         raise ValueError(f"the gallery {gallery.location} is open for reading only")
-    root = os.path.realpath(folder)
-    if not os.path.isdir(root):
-        raise FileNotFoundError(f"there is no folder {str(folder)!r}; nothing was changed")
+    root = _find_root(folder)
     listing = _list_images(root, None if gallery.roots is None else gallery.roots.folder)
     prefix = f"{_root_name(gallery, root)}/"
     before = {item.path: item for item in gallery.items() if item.path.startswith(prefix)}
@@ -75,6 +73,8 @@ def index_folder(
             f"the folder {str(folder)!r} contains no image, but the gallery has {len(before)} from it: nothing was "
             "changed (to remove them, use idml gallery remove)"
         )
+    if not listing.names:
+        raise ValueError(_no_image(folder))
     indexer = _Indexer(gallery, root, prefix, before, progress, note)
     indexer.add_files(listing.names)
     if not os.path.isdir(root):
@@ -87,6 +87,23 @@ def index_folder(
     if indexer.broken > _MAX_NAMED:
         note(f"… {indexer.broken - _MAX_NAMED} more images cannot be read")
     return Indexed(indexer.new, indexer.replaced, indexer.unchanged, removed, indexer.broken)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise an error of one line unless there is an image in the folder or below it."""
+    if not _list_images(_find_root(folder), None).names:
+        raise ValueError(_no_image(folder))
+
+
+def _find_root(folder: Path) -> str:
+    root = os.path.realpath(folder)
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"there is no folder {str(folder)!r}; nothing was changed")
+    return root
+
+
+def _no_image(folder: Path) -> str:
+    return f"the folder {str(folder)!r} contains no image ({', '.join(EXTENSIONS)}): nothing was changed"
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from idml.files import lock_file, write_atomic
 from idml.model import Model
+from idml.progress import Note, silent
 from idml.training.config import TrainConfig, from_dict, list_differences, to_dict
 
 
@@ -97,6 +98,20 @@ def load_checkpoint(
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def check_resumable(run: Path, note: Note = silent) -> None:
+    """Raise ``ValueError`` if there is no run to continue; a run without a checkpoint gets a note."""
+    if not run.is_dir():
+        raise ValueError(f"there is no run {str(run)!r} to continue; leave out --resume to start one")
+    if not (run / "checkpoints" / "last.safetensors").exists():
+        note(f"{run} has no checkpoint: the run starts at its beginning")
+
+
+def check_free(run: Path, *, resume: bool) -> None:
+    """Raise ``ValueError`` if the directory holds a run that a new one would overwrite."""
+    if not resume and (run / "checkpoints" / "last.safetensors").exists():
+        raise ValueError(f"{str(run)!r} already holds a run; continue it with --resume or choose another directory")
 
 
 def lock_run(run: Path) -> BinaryIO:

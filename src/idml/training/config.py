@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from idml.errors import unknown_name
+from idml.losses import find_loss
 from idml.methods import METHODS, find_method
 from idml.methods.options import (
     Option,
@@ -37,7 +38,7 @@ class TrainConfig:
     """Options of one training run."""
 
     data: str
-    """What to train on: glyphs, cub:PATH, cars:PATH, sop:PATH, inshop:PATH, folder:PATH, csv:FILE."""
+    """The data set, a SPEC such as glyphs or folder:PATH."""
     out: str
     """The run directory."""
     loss: str = "multi_similarity"
@@ -45,13 +46,13 @@ class TrainConfig:
     loss_parameters: tuple[str, ...] = ()
     """Parameters of the loss that differ from its defaults, as name=value (contrastive: negative_margin=0.75)."""
     method: str = "plain"
-    """plain; mixup; ism: the introspective metric; idml: metric and Mixup; pel; pel-mixup; others: docs/methods.md."""
+    """How a batch becomes a loss; docs/methods.md describes them."""
     method_options: Any = None
     """The options of the method alone, as its ``Options`` dataclass; None means their defaults."""
     ambiguity: tuple[str, ...] = ()
     """Kinds of ambiguous images to train on: low_resolution, blur, occlusion; mixup and cutmix add mixtures."""
     trunk: str = "tf_efficientnet_lite0"
-    """Any timm model, or conv4 for small images."""
+    """The network below the heads: any timm model, or conv4 for small images."""
     pretrained: bool = True
     """Start from ImageNet weights (conv4 has none)."""
     weights: str | None = None
@@ -131,6 +132,7 @@ class TrainConfig:
             check_number(name, getattr(self, name), at_least=0)
         if self.weights is not None and not (isinstance(self.weights, str) and self.weights):
             raise ValueError(f"weights must be the name of a safetensors file, got {self.weights!r}")
+        find_loss(self.loss)
         method = find_method(self.method)
         if self.method_options is None:
             object.__setattr__(self, "method_options", method.Options())

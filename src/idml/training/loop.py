@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from idml.data.datasets import Dataset, ImageSet, hold_out, load_dataset
+from idml.data.datasets import Dataset, ImageSet, check_spec, hold_out, load_dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
 from idml.data.sampling import random_stream
@@ -25,6 +25,7 @@ from idml.embeddings import Embeddings
 from idml.evaluation import evaluate_retrieval
 from idml.files import write_atomic
 from idml.model import Model, load_model, save_model
+from idml.model.backbones import check_trunk
 from idml.model.feature_cache import embed_view
 from idml.model.model import LEARNED
 from idml.progress import Count, Note, Progress, image_counter, silent
@@ -37,7 +38,7 @@ from idml.training.build import (
     set_modes,
     start_at_principal_components,
 )
-from idml.training.checkpoint import Position, load_checkpoint, lock_run, save_checkpoint
+from idml.training.checkpoint import Position, check_free, load_checkpoint, lock_run, save_checkpoint
 from idml.training.config import Train, TrainConfig, fit_batch_size, to_dict
 from idml.training.distributed import Processes
 from idml.training.run_log import Log, measure_uncertainty, stop_on_sigterm, write_report
@@ -82,13 +83,15 @@ def train(
     processes.check_shares(config.batch_size, config.added_images)
     if not processes.first:
         report, note = silent, silent
+    check_trunk(config.trunk)  # before a run directory is made
+    if dataset is None:
+        check_spec(config.data)
     with contextlib.ExitStack() as stack:
         if processes.first:
             stack.enter_context(lock_run(run))
         asked_to_stop = stack.enter_context(stop_on_sigterm())
         last = run / "checkpoints" / "last.safetensors"
-        if last.exists() and not resume:
-            raise ValueError(f"{str(run)!r} already holds a run; continue it with --resume or choose another directory")
+        check_free(run, resume=resume)
 
         count_images = partial(image_counter, report)
 

@@ -1,0 +1,33 @@
+"""`idml train --dry-run`: what a run would do, with everything checked that can be checked without reading a pixel."""
+
+from pathlib import Path
+from typing import Any
+
+from idml.data.datasets import hold_out, load_dataset
+from idml.model.backbones import check_trunk, read_weights
+from idml.training.checkpoint import check_free
+from idml.training.config import TrainConfig, fit_batch_size, to_dict
+
+
+def plan_run(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
+    """Return the options of a run, the images and classes of its data set, and ``words`` to show.
+
+    A trunk, a file of weights or a data set that is not there is an error of one line. Nothing is written.
+    """
+    check_free(Path(config.out), resume=resume)
+    check_trunk(config.trunk)
+    if config.weights is not None:
+        read_weights(config.weights)
+    dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
+    seen, held_out = hold_out(dataset.train, config.holdout)
+    config = fit_batch_size(config, seen.labels)
+    parts = {"train": seen, "held out": held_out, "test": dataset.test, "gallery": dataset.gallery}
+    counts = {
+        name: {"images": len(images), "classes": len(images.classes)}
+        for name, images in parts.items()
+        if images is not None
+    }
+    words = [f"{name}: {n['images']:,} images of {n['classes']:,} classes" for name, n in counts.items()]
+    words.append(f"{config.method} with {config.loss} on {config.trunk}: {config.epochs:,} epochs")
+    words.append(f"batches of {config.batch_size:,} images; the run would be {config.out}")
+    return {"options": to_dict(config), "data": counts, "words": [*dataset.notes, *words]}
