@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint docs faults chaos mutants repeat bench clean
+.PHONY: setup demo test lint docs package faults chaos mutants repeat bench clean
 
 setup: .venv/.ready
 
@@ -25,6 +25,9 @@ lint: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+package: setup
+	$(BIN)/python tests/package_check.py --python $(PYTHON)
 
 faults: setup
 	IDML_KILLS=20 IDML_SCHEMA_EXAMPLES=400 IDML_FUZZ=3000 $(BIN)/python -m pytest tests/training/test_resume.py tests/methods/test_all_methods.py tests/training/test_bad_input.py \
@@ -55,4 +58,4 @@ bench: setup
 	$(BIN)/python benchmarks/made_data.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -83,7 +83,7 @@ GLYPHS = ["train", "--data", "glyphs", "--out", "x"]
         (["gallery", "lst", "g"], "unknown action 'lst'; did you mean 'list'?"),
         (["evaluate", "run", "--data", "glyphs", "--metric", "intro"], "did you mean 'introspective'?"),
         (["search", "g", "a.png", "-q"], "unknown option '-q'"),
-        (["completion", "fish"], "unknown shell 'fish' (one of bash, zsh, tcsh)"),
+        (["completion", "cmd"], "unknown shell 'cmd' (one of bash, zsh, fish, tcsh)"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train"], "the option 'data' is missing"),
         (["train", "--data", "glyphs", "--out", "x", "--epochs", "many"], "invalid int value: 'many'"),
@@ -191,7 +191,7 @@ def test_the_overview_groups_all_commands(capsys):
     assert sorted(grouped) == sorted(cli.build_parser([])[1])
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_commands_flags_and_losses(shell, tmp_path, capsys):
     assert cli.main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -208,10 +208,7 @@ def test_tab_completes_in_bash(tmp_path, capsys):
         pytest.skip("bash is not installed")
     assert cli.main(["completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
-    press = (
-        "source script; COMP_WORDS=(idml {}); COMP_CWORD={}; $(complete -p idml | sed 's/.*-F \\([^ ]*\\).*/\\1/'); "
-    )
-    press += 'echo "${{COMPREPLY[@]}}"'
+    press = 'source ./script; COMP_WORDS=(idml {}); COMP_CWORD={}; _shtab_idml; echo "${{COMPREPLY[@]}}"'
 
     def tab(*words):
         code = press.format(" ".join(words), len(words))

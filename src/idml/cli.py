@@ -78,6 +78,7 @@ _ACTIONS = {
 _SHELLS = {
     "bash": "idml completion bash > ~/.local/share/bash-completion/completions/idml",
     "zsh": "idml completion zsh > a folder of $fpath, as _idml",
+    "fish": "idml completion fish > ~/.config/fish/completions/idml.fish",
     "tcsh": "idml completion tcsh > a file that ~/.tcshrc sources",
 }
 _SHORT = ("gallery", "search", "export")  # commands that end too soon to use freed memory again
@@ -168,7 +169,9 @@ def _list_commands(commands: dict[str, Parser]) -> str:
 
 
 def _add_command(commands: Any, name: str, handler: Handler, help: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, description=f"{help[0].upper()}{help[1:]}.", **SETTINGS)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=f"{help[0].upper()}{help[1:]}.", **SETTINGS
+    )
     parser.set_defaults(handler=handler)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the last line")
     return parser
@@ -684,8 +687,8 @@ def _completion(options: argparse.Namespace) -> int:
     files |= dict.fromkeys(("DIR", "RUN", "GALLERY", "IMAGES"), shtab.DIRECTORY)
     for command in (parser, *commands.values()):
         for action in command.arguments:
-            if action.dest == "command":
-                action.help = "what to do"  # shtab skips an action whose help is suppressed
+            listed = action.help != argparse.SUPPRESS  # shtab skips an action whose help is suppressed
+            action.help = (action.help or "").partition("\n")[0] if listed else "what to do"
             if action.metavar in files:
                 action.complete = files[action.metavar]  # type: ignore[attr-defined]
     script = shtab.complete(parser, options.shell)
