@@ -12,7 +12,7 @@ import idml
 
 SOURCE = Path(idml.__file__).parent
 CORE = {"embeddings", "labels", "metric", "pairwise", "mining", "losses"}
-TOOLS = {"errors", "parallel", "progress", "files", "compat", "report_html", "version"}
+TOOLS = {"errors", "parallel", "progress", "files", "compat", "records", "report_html", "version"}
 MAY_IMPORT = {
     **{part: CORE | {"errors"} for part in CORE},
     "pml": CORE,
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "version": set(),
     "parallel": set(),
     "cli_parser": {"errors"},
+    "records": set(),
     "progress": {"errors"},
     "files": {"errors", "progress"},
     "compat": {"errors"},

@@ -18,8 +18,8 @@ import idml
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(idml.__file__).parent
-NO_IMPORT = {"torchvision", "onnxscript"}
-"""Declared, and imported by timm and by torch's exporter, not by our code."""
+NO_IMPORT = {"torchvision", "onnx", "onnxscript", "tensorboard"}
+"""Declared, and imported by timm and by parts of torch, not by our code."""
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,8 @@ def imported():
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add((node.module or "").split(".")[0])
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("import_module", "require"):
+                names |= {str(word.value).split(".")[0] for word in node.args if isinstance(word, ast.Constant)}
     return names - sys.stdlib_module_names - {"idml", ""}
 
 

@@ -18,6 +18,7 @@ from idml.cli_parser import SETTINGS, Parser, list_choices
 from idml.compat import keep_memory
 from idml.errors import printable
 from idml.progress import Display, image_counter
+from idml.records import format_figures
 
 Handler = Callable[[argparse.Namespace], int]
 _GALLERY = "a folder, or milvus://host:port/collection"
@@ -194,13 +195,6 @@ def _print_result(result: dict[str, Any], as_json: bool, lines: list[str], repor
         _print_note(f"the report is {report}")
 
 
-def _format_figures(rows: dict[str, dict[str, float]]) -> list[str]:
-    return [
-        f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
-        for name, figures in rows.items()
-    ]
-
-
 def _print_note(line: object) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
@@ -244,8 +238,7 @@ def _train(options: argparse.Namespace) -> int:
         return 143
     if not metrics:  # of several processes only the first one reports
         return 0
-    lines = _format_figures({name: metrics[name] for name in ("selected", "last")})
-    _print_result(metrics, options.json, lines, Path(config.out) / "report.html")
+    _print_result(metrics, options.json, metrics.lines(), Path(config.out) / "report.html")
     return 0
 
 
@@ -264,7 +257,7 @@ def _demo(options: argparse.Namespace) -> int:
     out = Path(options.out or ("runs/demo-quick" if options.quick else "runs/demo"))
     with Display() as display:
         results = demo(out, quick=options.quick, report=display.report, note=display.note)
-    lines = _format_figures({method: results[method]["selected"] for method in ("plain", "idml")})
+    lines = [format_figures(method, results[method]["selected"]) for method in ("plain", "idml")]
     for name, counts in results["search"]["counts"].items():
         lines.append(f"{name} queries: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     for sample in results["search"]["samples"]:
@@ -314,10 +307,7 @@ def _evaluate(options: argparse.Namespace) -> int:
             progress=display.report,
             note=display.note,
         )
-    names = [name for name in ("recall@1", "r_precision", "map@r", "nmi") if result[name] is not None]
-    lines = _format_figures({result["data"]: {name: result[name] for name in names}})
-    lines += ["scores of uncertainty, by R-AUROC (0.5 is chance):", *result["verdict"]]
-    _print_result(result, options.json, lines, result["report"])
+    _print_result(result, options.json, result.lines(), result["report"])
     return 0
 
 
@@ -650,9 +640,7 @@ def _audit(options: argparse.Namespace) -> int:
         result = audit_run(
             options.of, options.data, options.out, split=options.split, progress=display.report, note=display.note
         )
-    counts = result["counts"].items()
-    lines = [f"{kind}: {n['listed']:,} listed, {n['open']:,} not decided" for kind, n in counts]
-    _print_result(result, options.json, lines, result["report"])
+    _print_result(result, options.json, result.lines(), result["report"])
     if options.review:
         from idml.audit.review import serve_review
 

@@ -167,7 +167,7 @@ def test_scores_are_those_of_loops(first, embedded, view):
 
 
 def test_all_applicable_scores_are_measured(first, runs, spec, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
+    monkeypatch.setattr("idml.evaluation.report._show_tsne", lambda *given: "")
     assert set(first["uncertainty"]) == {*QUERY_ONLY, *GALLERY_AWARE} - {"sigma", "ensemble"}
     assert first["own_score"] == "level"
     for group, names in (("query_only", QUERY_ONLY), ("gallery_aware", GALLERY_AWARE)):
@@ -184,7 +184,7 @@ def test_all_applicable_scores_are_measured(first, runs, spec, monkeypatch):
 
 def test_the_votes_are_those_of_both_models(runs, spec, embedded, monkeypatch):
     labels, embed = embedded
-    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
+    monkeypatch.setattr("idml.evaluation.report._show_tsne", lambda *given: "")
     result = evaluate_run(runs / "idml", spec, ensemble=[runs / "pel"])
     pixels = load_pixels(load_dataset(spec).test, 18)
     other = load_model(runs / "pel").embed(View().images(pixels, pixels.usable, 16))
@@ -236,7 +236,7 @@ def test_the_report_shows_all_parts(first):
 
 
 def test_the_introspective_metric(first, runs, spec, embedded, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
+    monkeypatch.setattr("idml.evaluation.report._show_tsne", lambda *given: "")
     labels, embed = embedded
     notes, rows = [], []
     result = evaluate_run(runs / "idml", spec, metric="introspective", progress=rows.append, note=notes.append)
@@ -254,7 +254,7 @@ def test_the_introspective_metric(first, runs, spec, embedded, monkeypatch):
 
 
 def test_a_data_set_with_its_own_gallery_and_graded_views(runs, spec, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
+    monkeypatch.setattr("idml.evaluation.report._show_tsne", lambda *given: "")
     data = load_dataset(spec)
     even = torch.arange(len(data.test)) % 2 == 0
     shop = Dataset("shop", data.train, data.test[even], data.test[~even])
@@ -293,7 +293,7 @@ def test_one_class_has_nothing_to_rank(runs, pictures, tmp_path):
 
 
 def test_notes_say_what_makes_figures_less_meaningful(runs, spec, tmp_path, monkeypatch):
-    monkeypatch.setattr("idml.evaluation.report.draw_tsne", lambda *given: "")
+    monkeypatch.setattr("idml.evaluation.report._show_tsne", lambda *given: "")
     run = tmp_path / "run"
     shutil.copytree(runs / "idml", run, ignore=shutil.ignore_patterns("evaluation"))
     options = (run / "config.yaml").read_text()

@@ -31,6 +31,7 @@ from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import compute_features, load_features
 from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress, image_counter, silent
+from idml.records import Record
 from idml.report_html import drawing, page, picture, table
 
 FORMAT, VERSION = "idml audit", 1
@@ -58,7 +59,7 @@ def audit_run(
     split: str = "official",
     progress: Progress = silent,
     note: Note = silent,
-) -> dict[str, Any]:
+) -> "AuditResult":
     """List the images of ``data`` that the model in ``run`` finds likely mislabelled, duplicate or ambiguous.
 
     Args:
@@ -117,7 +118,26 @@ def audit_run(
     result = {**audit, **{key: str(folder / file) for key, file in (("csv", CSV), ("json", JSON), ("report", REPORT))}}
     result["cleaned"] = _write_cleaned(images, decisions, folder, keep)
     write_audit(folder, {**audit, "findings": findings}, found.scores, _pixel_reader(parts))
-    return result
+    return AuditResult(result)
+
+
+class AuditResult(Record):
+    """How many images an audit lists, and where the lists and the report are."""
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """For each kind of finding, how many are ``listed`` and how many of them are ``open``."""
+        found: dict[str, dict[str, int]] = self["counts"]
+        return found
+
+    @property
+    def report(self) -> str:
+        """The file of the report."""
+        return str(self["report"])
+
+    def lines(self) -> list[str]:
+        """Return a line for each kind of finding."""
+        return [f"{kind}: {n['listed']:,} listed, {n['open']:,} not decided" for kind, n in self.counts.items()]
 
 
 def _load_model(run: str | Path) -> tuple[Model, str]:

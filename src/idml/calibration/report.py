@@ -1,7 +1,7 @@
 """The report page of a calibration: what is promised, how reliable P(right) is, and how good every score is."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from idml.calibration.confidence import P_RIGHT
@@ -9,6 +9,7 @@ from idml.report_html import drawing, page, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _PROMISED = (
     "The promises are for queries like these: about {unknown} of them or fewer show something that is not in the "
@@ -53,7 +54,10 @@ def _build_part(figures: dict[str, Any], title: str) -> list[str]:
     return [
         f"<p>P(right) comes from: {html.escape(figures['chosen'])}. Expected calibration error {ece} on "
         f"{figures['counted']:,} queries.</p>",
-        _figure(figures, title),
+        drawing(
+            draw_calibration(figures),
+            f"{title}: reliability diagram of P(right), and queries answered against the error rate",
+        ),
         f"<p>{_RELIABILITY}</p>",
         table(["error rate", "answered", "wrong among them", "smallest P", "note"], _promises(figures)),
         f"<h3>Scores</h3><p>{_SCORES}</p>",
@@ -114,7 +118,11 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _figure(figures: dict[str, Any], title: str) -> str:
+def draw_calibration(figures: Mapping[str, Any]) -> "Figure":
+    """Draw the reliability diagram of P(right), and how many queries are answered at each error rate.
+
+    ``figures`` is what `calibrate_gallery` returns.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
@@ -123,10 +131,10 @@ def _figure(figures: dict[str, Any], title: str) -> str:
     errors, coverage = zip(*figures["curve"], strict=True)
     right.step([100 * e for e in errors], [100 * c for c in coverage], where="post", color="C0")
     right.set(xlabel="error rate, %", ylabel="queries answered, %", xlim=(0, 50), ylim=(0, 101))
-    return drawing(figure, f"{title}: reliability diagram of P(right), and queries answered against the error rate")
+    return figure
 
 
-def _reliability(axes: "Axes", figures: dict[str, Any]) -> None:
+def _reliability(axes: "Axes", figures: Mapping[str, Any]) -> None:
     axes.plot([0, 100], [0, 100], color="0.6", linestyle="dotted")
     for b in figures["bins"]:
         x, y, (low, high) = 100 * b["probability"], 100 * b["accuracy"], b["interval"]

@@ -25,7 +25,7 @@ from idml.errors import unknown_name
 from idml.evaluation.knn import nearest
 from idml.evaluation.report import build_report, describe_best_scores, summarise_views
 from idml.evaluation.rerank import RERANKERS, StructuralReranker, match_positions
-from idml.evaluation.retrieval import evaluate_retrieval
+from idml.evaluation.retrieval import RetrievalFigures, evaluate_retrieval
 from idml.evaluation.scores import (
     ErrorPredictor,
     MeasuredQueries,
@@ -43,6 +43,7 @@ from idml.metric import IntrospectiveMetric
 from idml.model import Model, fingerprint, load_model
 from idml.model.feature_cache import embed_view, load_features
 from idml.progress import Count, Note, Progress, image_counter, silent
+from idml.records import format_figures
 
 VERSION = 1  # raise it if the meaning of a figure changes: stored results are then computed again
 METRICS = ("euclidean", "introspective")
@@ -63,7 +64,7 @@ def evaluate_run(
     out: str | Path | None = None,
     progress: Progress = silent,
     note: Note = silent,
-) -> dict[str, Any]:
+) -> "Evaluation":
     """Measure retrieval, clustering and uncertainty of the model in ``run`` on the test classes of ``data``.
 
     Args:
@@ -124,7 +125,27 @@ def evaluate_run(
             note(line)
     report_folder.mkdir(parents=True, exist_ok=True)
     write_atomic(report_folder / "report.html", (folder / f"{key}.html").read_bytes())
-    return {**result, "report": str(report_folder / "report.html")}
+    return Evaluation({**result, "report": str(report_folder / "report.html")})
+
+
+class Evaluation(RetrievalFigures):
+    """What `evaluate_run` measured: figures of retrieval, scores of uncertainty, the verdict and the report."""
+
+    @property
+    def report(self) -> str:
+        """The file of the report."""
+        return str(self["report"])
+
+    @property
+    def verdict(self) -> list[str]:
+        """Lines that say which score of uncertainty is best."""
+        return list(self["verdict"])
+
+    def lines(self) -> list[str]:
+        """Return the figures of retrieval and the verdict."""
+        names = [name for name in ("recall@1", "r_precision", "map@r", "nmi") if self.get(name) is not None]
+        figures = format_figures(self["data"], {name: self[name] for name in names})
+        return [figures, "scores of uncertainty, by R-AUROC (0.5 is chance):", *self.verdict]
 
 
 def _evaluate(

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _SHOWN = ("clean", "mixed", *map(str, MIDDLE))
 _STRIP, _MISTAKES, _NEAREST = 16, 8, 4  # images in a row, mistakes shown, images found for each
+_RISK_COVERAGE = (
+    "risk-coverage curves of all scores on clean queries: from the query alone solid, with the gallery dashed"
+)
 _POINTS = 300  # of a curve: more than a screen shows
 _IMAGES = 3000  # of a t-SNE
 _GROUPS = {"query_only": QUERY_ONLY, "gallery_aware": GALLERY_AWARE}
@@ -75,7 +78,7 @@ def summarise_views(views: Mapping[str, ViewScores], labels: Tensor, count: Coun
         for name, score in seen.scores.items():
             again = resampled_uncertainty(score, seen.correct, drawn)
             rounds[name] = again["r_auroc"]
-            values = evaluate_uncertainty(score, seen.correct)
+            values: dict[str, Any] = evaluate_uncertainty(score, seen.correct)
             if seen is not clean:
                 more, more_again = _compare_with_clean(clean.scores[name], score, drawn)
                 values, again = {**values, **more}, {**again, **more_again}
@@ -175,9 +178,14 @@ def build_report(
         _list(result["verdict"]),
         "<h2>Risk and coverage, clean queries</h2>",
         "<p>Solid lines use the query alone, dashed lines also the labelled gallery.</p>",
-        draw_risk_coverage(clean),
+        drawing(draw_risk_coverage(clean.scores, clean.correct), _RISK_COVERAGE),
         f"<h2>{label} of clean, mixed and degraded images</h2>",
-        draw_histogram({view: measured.views[view].scores[own] for view in _SHOWN if view in measured.views}, label),
+        drawing(
+            draw_histogram(
+                {view: measured.views[view].scores[own] for view in _SHOWN if view in measured.views}, label
+            ),
+            f"histogram of {label} for clean, mixed and degraded test images",
+        ),
         "<h2>All scores</h2>",
         f"<p>{_MEANING}</p>",
         *(_scores(result, view) for view in measured.views),
@@ -191,7 +199,7 @@ def build_report(
         "<h2>Confident mistakes</h2>",
         *_show_mistakes(measured, queries, gallery, own),
         "<h2>The embeddings in the plane (t-SNE)</h2>",
-        draw_tsne(measured.embeddings.unit, measured.labels, score, label, note),
+        _show_tsne(measured.embeddings.unit, measured.labels, score, label, note),
     ]
     return page(f"evaluation on {result['data']}", *parts)
 
@@ -264,14 +272,17 @@ def _show_mistakes(measured: MeasuredQueries, queries: Pixels, gallery: Pixels, 
 # -------------------- drawings --------------------
 
 
-def draw_risk_coverage(seen: ViewScores) -> str:
-    """Draw the share of errors among answered queries against the share of answered queries, a line for each score."""
+def draw_risk_coverage(scores: Mapping[str, Tensor], correct: Tensor) -> "Figure":
+    """Draw the share of errors among answered queries against the share of answered queries, a line for each score.
+
+    ``scores`` [n] are larger for less certain queries; ``correct`` [n] says whose nearest neighbour is right.
+    """
     figure = _figure(10, 5)
     axes = figure.subplots()
-    for number, (name, score) in enumerate(seen.scores.items()):
-        coverage, risk = (x.numpy() for x in risk_coverage(score, seen.correct))
+    for number, (name, score) in enumerate(scores.items()):
+        coverage, risk = (x.numpy() for x in risk_coverage(score, correct))
         thinned = np.unique(np.linspace(0, len(coverage) - 1, _POINTS).round().astype(int))
-        area = evaluate_uncertainty(score, seen.correct)["aurc"]
+        area = evaluate_uncertainty(score, correct)["aurc"]
         axes.plot(
             100 * coverage[thinned],
             100 * risk[thinned],
@@ -280,18 +291,15 @@ def draw_risk_coverage(seen: ViewScores) -> str:
             linestyle="solid" if name in QUERY_ONLY else "dashed",
             linewidth=2.5 if name in ("level", "sigma") else 1.5,  # the model's own
         )
-    error = 100 * float((~seen.correct).double().mean())
+    error = 100 * float((~correct).double().mean())
     axes.axhline(error, color="0.6", linestyle="dotted", label="no order")
     axes.set(xlabel="queries answered, %", ylabel="wrong among the answered, %", xlim=(0, 100))
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside right center", frameon=False, fontsize="medium")
-    return drawing(
-        figure,
-        "risk-coverage curves of all scores on clean queries: from the query alone solid, with the gallery dashed",
-    )
+    return figure
 
 
-def draw_histogram(scores: dict[str, Tensor], label: str) -> str:
+def draw_histogram(scores: Mapping[str, Tensor], label: str) -> "Figure":
     """Draw the distribution of the uncertainty in each view."""
     figure = _figure(9, 3.6)
     axes = figure.subplots()
@@ -303,16 +311,22 @@ def draw_histogram(scores: dict[str, Tensor], label: str) -> str:
         axes.hist(score.numpy().clip(low, high), bins, density=True, label=view, color=f"C{number % 10}", **filled)
     axes.set(xlabel=label, ylabel="density")
     figure.legend(loc="outside right center", frameon=False)
-    return drawing(figure, f"histogram of {label} for clean, mixed and degraded test images")
+    return figure
 
 
-def draw_tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Note) -> str:
-    """Draw at most 3,000 embeddings in the plane, coloured by class and by uncertainty."""
+def _show_tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Note) -> str:
+    """Draw at most 3,000 embeddings for the page."""
     chosen = torch.randperm(len(points), generator=random_stream("t-SNE"))[:_IMAGES].sort().values
     points, labels, score = points[chosen], labels[chosen], score[chosen]
     if len(points) < 4 or bool((points == points[0]).all()):
         return "<p>There are too few different embeddings for a t-SNE.</p>"
     note(f"t-SNE of {len(points):,} images")
+    text = f"t-SNE of the semantic embeddings of {len(points):,} test images, coloured by class and by {label}"
+    return drawing(draw_tsne(points, labels, score, label), text, pixels=True)
+
+
+def draw_tsne(points: Tensor, labels: Tensor, score: Tensor, label: str = "score") -> "Figure":
+    """Draw embeddings [n, d] in the plane, coloured by class and by a score such as ‖u‖."""
     x, y = tsne_positions(points.numpy()).T
     figure = _figure(12, 5.6)
     left, right = figure.subplots(1, 2)
@@ -326,8 +340,7 @@ def draw_tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: N
     figure.colorbar(coloured, ax=right)
     for axes in (left, right):
         axes.set(xticks=[], yticks=[])
-    text = f"t-SNE of the semantic embeddings of {len(points):,} test images, coloured by class and by {label}"
-    return drawing(figure, text, pixels=True)
+    return figure
 
 
 def _figure(width: float, height: float) -> "Figure":

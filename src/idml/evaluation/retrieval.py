@@ -22,6 +22,7 @@ from torch import Tensor
 from idml.embeddings import Embeddings
 from idml.evaluation.knn import Names, Points, Search, numbered
 from idml.metric import IntrospectiveMetric
+from idml.records import Record
 
 _HITS = 1 << 20  # neighbours handled together
 _SEED, _ITERATIONS = 0, 20  # of k-means
@@ -39,7 +40,7 @@ def evaluate_retrieval(
     query_ids: Names | None = None,
     gallery_ids: Names | None = None,
     rerank: "Reranker | None" = None,
-) -> dict[str, float | int | None]:
+) -> "RetrievalFigures":
     """Measure how well images find others of their class, as fractions in [0, 1].
 
     Args:
@@ -78,7 +79,30 @@ def evaluate_retrieval(
         figures["nmi"] = None
     elif nmi:
         figures["nmi"] = normalized_mutual_information(own, cluster_rows(search.alpha.a, len(own.unique())))
-    return {**figures, "queries": queries, "singletons": search.queries - queries}
+    return RetrievalFigures({**figures, "queries": queries, "singletons": search.queries - queries})
+
+
+class RetrievalFigures(Record):
+    """Figures of retrieval by their names in the field; the most usual ones are attributes too.
+
+    >>> RetrievalFigures({"recall@1": 0.5, "r_precision": 0.25, "map@r": 0.2}).map_at_r
+    0.2
+    """
+
+    @property
+    def recall_at_1(self) -> float:
+        """Share of queries whose nearest neighbour has the right class."""
+        return float(self["recall@1"])
+
+    @property
+    def r_precision(self) -> float:
+        """Mean share of right ones among the first R neighbours, R the number of right images."""
+        return float(self["r_precision"])
+
+    @property
+    def map_at_r(self) -> float:
+        """Mean average precision at R."""
+        return float(self["map@r"])
 
 
 class Reranker(Protocol):

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from idml.records import Record
+
 Values = Tensor | np.ndarray | Sequence[float] | Sequence[bool]
 
 
@@ -51,7 +53,7 @@ def auroc_between(high: Tensor, low: Tensor) -> float:
     return auroc(both, torch.arange(len(both)) < len(high))
 
 
-def evaluate_uncertainty(scores: Values, correct: Values) -> dict[str, float | None]:
+def evaluate_uncertainty(scores: Values, correct: Values) -> "UncertaintyFigures":
     """Measure R-AUROC, AURC and AUGRC of a score, see the head of this file.
 
     Args:
@@ -63,7 +65,7 @@ def evaluate_uncertainty(scores: Values, correct: Values) -> dict[str, float | N
         is not defined), ``aurc`` and ``augrc`` (smaller is better; compare them at equal accuracy only).
 
     >>> evaluate_uncertainty([0.1, 0.2, 0.2, 0.9], [True, True, False, False])
-    {'r_auroc': 0.875, 'aurc': 0.2708333333333333, 'augrc': 0.21875}
+    UncertaintyFigures(r_auroc=0.875, aurc=0.2708, augrc=0.2188)
     """
     rank, wrong = _ranked(scores, correct)
     n = len(rank)
@@ -73,11 +75,31 @@ def evaluate_uncertainty(scores: Values, correct: Values) -> dict[str, float | N
     size, mistaken = (x.diff(prepend=x.new_zeros(1)) for x in (answered, errors))
     expected = errors[group] - mistaken[group] * (answered[group] - place) / size[group].double()  # E(i)
     defined = 0 < int(errors[-1]) < n
-    return {
-        "r_auroc": auroc(rank.double(), wrong) if defined else None,
-        "aurc": float((expected / place).mean()),
-        "augrc": float(expected.mean() / n),
-    }
+    return UncertaintyFigures(
+        r_auroc=auroc(rank.double(), wrong) if defined else None,
+        aurc=float((expected / place).mean()),
+        augrc=float(expected.mean() / n),
+    )
+
+
+class UncertaintyFigures(Record):
+    """How well a score ranks wrong answers before right ones."""
+
+    @property
+    def r_auroc(self) -> float | None:
+        """P(a wrong answer has a higher score than a right one); None if there is only one kind."""
+        found: float | None = self["r_auroc"]
+        return found
+
+    @property
+    def aurc(self) -> float:
+        """Mean error rate over all shares of queries that are answered."""
+        return float(self["aurc"])
+
+    @property
+    def augrc(self) -> float:
+        """Mean share of queries that are answered wrongly."""
+        return float(self["augrc"])
 
 
 def risk_coverage(scores: Values, correct: Values) -> tuple[Tensor, Tensor]:

@@ -461,6 +461,9 @@ class Gallery:
         """Close the engine."""
         self.engine.close()
 
+    def __repr__(self) -> str:
+        return f"Gallery({str(self.location)!r}, {len(self):,} images)"
+
     def __len__(self) -> int:
         return len(self.engine)
 

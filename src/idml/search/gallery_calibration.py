@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from idml.calibration.calibrate import describe_calibration as describe
 from idml.calibration.copies import CHANGES, change_copies
 from idml.calibration.evidence import Profile
 from idml.calibration.open_set import OpenSetQueries, QueryPool
-from idml.calibration.report import build_page
+from idml.calibration.report import build_page, draw_calibration
 from idml.calibration.risk_control import FEWEST_CLUSTERS
 from idml.calibration.score_comparison import describe_comparison
 from idml.data.images import read_image
@@ -37,12 +37,16 @@ from idml.evaluation.knn import nearest
 from idml.files import write_atomic
 from idml.model.model import LEARNED, PRETRAINED
 from idml.progress import Note, Progress, image_counter, silent
+from idml.records import Record
 from idml.search.embedder import BATCH, MANY, Runtime
 from idml.search.engines import Item
 from idml.search.feedback import Feedback, read_feedback
 from idml.search.gallery import Gallery, Location
 from idml.search.gallery_folder import MODEL, REPORT, run_folder
 from idml.search.results import DUPLICATE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Iterator[Embeddings]]
 """Embeds images by the heads of each fold: model folder, files, labels, learned, folds, progress."""
@@ -65,7 +69,7 @@ def calibrate_gallery(
     assign_folds: Callable[[Tensor, Tensor], Tensor] | None = None,
     progress: Progress = silent,
     note: Note = silent,
-) -> dict[str, Any]:
+) -> "CalibrationResult":
     """Calibrate a gallery and store what may be promised in it; return figures and words.
 
     Args:
@@ -118,7 +122,35 @@ def calibrate_gallery(
         intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures), *notes]
         write_atomic(path, build_page(f"Calibration of {path.parent.name}", intro, result, {"Figures": figures}))
         result["report"] = str(path)
-    return result
+    return CalibrationResult(result)
+
+
+class CalibrationResult(Record):
+    """What a calibration promises, the figures behind it, and where the report is."""
+
+    @property
+    def words(self) -> list[str]:
+        """Lines that say what is promised."""
+        return list(self["words"])
+
+    @property
+    def promises(self) -> list[dict[str, Any]]:
+        """For each error rate, whether it is promised, and how many queries are then answered."""
+        return list(self["promises"])
+
+    @property
+    def report(self) -> str | None:
+        """The file of the report; None for a gallery in Milvus."""
+        found: str | None = self.get("report")
+        return found
+
+    def figure(self) -> "Figure":
+        """Draw the reliability diagram, and how many queries are answered at each error rate."""
+        return draw_calibration(self)
+
+    def lines(self) -> list[str]:
+        """Return what is promised."""
+        return self.words
 
 
 def _require_queries(found: CalibrationQueries, source: "GallerySource", unknown: float, *, own: bool) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from idml.calibration.evidence import NEIGHBOURS, Evidence, Profile, build_evidence
 from idml.calibration.stored import Calibration
 from idml.embeddings import Embeddings
+from idml.errors import printable
 from idml.search.answers import Answer, RiskTargets, answer_queries
 from idml.search.engines import DamagedGallery, Engine, Found, Item
 
@@ -53,6 +54,12 @@ class Reply:
     calibrated: bool
     notes: tuple[str, ...]
     """Lines about the gallery that the user should read."""
+
+    def __str__(self) -> str:
+        chance = "" if self.answer.probability is None else f", P(right) {self.answer.probability:.2f}"
+        lines = [f"{self.answer.state.value.upper()} ({self.answer.reason}{chance})"]
+        lines += [f"  {r.distance:.4f}  {r.label or '-'}  {r.path!r}" for r in self.results]
+        return "\n".join(printable(line) for line in [*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 class FoundItem(NamedTuple):

@@ -29,6 +29,7 @@ from idml.model.backbones import check_trunk
 from idml.model.feature_cache import embed_view
 from idml.model.model import LEARNED
 from idml.progress import Count, Note, Progress, image_counter, silent
+from idml.records import Record, format_figures
 from idml.training.batches import FrozenImages, FrozenStream, Stream, explain_killed_workers
 from idml.training.build import (
     build,
@@ -43,6 +44,29 @@ from idml.training.config import Train, TrainConfig, fit_batch_size, to_dict
 from idml.training.distributed import Processes
 from idml.training.run_log import Log, measure_uncertainty, stop_on_sigterm, write_report
 from idml.training.step import check_gradients, check_weights, compute_gradients
+
+
+class TrainResult(Record):
+    """Figures of a run on the test classes: of the ``selected`` model, which is kept, and of the ``last`` one."""
+
+    @property
+    def selected(self) -> dict[str, float]:
+        """Figures of the model that the held-out classes chose."""
+        return dict(self["selected"])
+
+    @property
+    def last(self) -> dict[str, float]:
+        """Figures of the model of the last epoch."""
+        return dict(self["last"])
+
+    @property
+    def steps(self) -> int:
+        """How many steps were trained."""
+        return int(self["steps"])
+
+    def lines(self) -> list[str]:
+        """Return the figures of both models."""
+        return [format_figures(name, self[name]) for name in ("selected", "last") if name in self]
 
 
 class Interrupted(Exception):
@@ -60,7 +84,7 @@ def train(
     note: Note = silent,
     tested: Callable[[Embeddings], None] = lambda embeddings: None,
     after_epoch: Callable[[int, Model], None] = lambda epoch, model: None,
-) -> dict[str, Any]:
+) -> "TrainResult":
     """Train a model and leave it in ``config.out``; returns what metrics.json holds.
 
     Args:
@@ -73,7 +97,7 @@ def train(
         tested: called with the embeddings of the test images by the selected model.
         after_epoch: called by the first process with the number of epochs done and the model, before their checkpoint.
 
-    Of several processes the first one writes and reports; the others return an empty dictionary.
+    Of several processes the first one writes and reports; the others return an empty result.
     """
     # ---- setup: processes, the run directory, signals ----
     run, processes = Path(config.out), Processes()
@@ -238,7 +262,7 @@ def train(
             if processes.any(asked_to_stop()) and epoch < epochs - 1:
                 raise Interrupted(f"stopped after step {step}; continue with --resume")
         if not processes.first:
-            return {}
+            return TrainResult()
 
         # ---- finish: the last and the selected model, judged on the test classes ----
         model.eval()
@@ -249,13 +273,13 @@ def train(
             tested(embeddings)
             selected = judge.measure(best, test, gallery, embeddings)
             same = progress.best_step == progress.step
-            metrics: dict[str, Any] = {
-                "steps": progress.step,
-                "selected_step": progress.best_step,
-                "selected_score": progress.best_score,
-                "selected": selected,
-                "last": selected if same else judge.measure(model, test, gallery),
-            }
+            metrics = TrainResult(
+                steps=progress.step,
+                selected_step=progress.best_step,
+                selected_score=progress.best_score,
+                selected=selected,
+                last=selected if same else judge.measure(model, test, gallery),
+            )
         save_model(best, run)
         write_learned(run, seen, config)
         if pages:

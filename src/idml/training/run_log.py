@@ -121,9 +121,6 @@ def write_report(run: Path, config: TrainConfig, metrics: dict[str, Any], pixels
 
 def _curves(rows: list[dict[str, Any]]) -> str:
     """Loss, ‖u‖ of clean and mixed images, and held-out recall against the step, as one SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
     from matplotlib.figure import Figure
 
     steps = [row for row in rows if "loss" in row]
