@@ -104,10 +104,15 @@ def test_the_display_writes_lines_where_there_is_no_terminal(monkeypatch, capsys
         display.report({"done": done, "images": 192, "what": "embedded"})
     clock.now += 5
     display.report(STEP)
+    display.note("t-SNE of 192 images")
+    clock.now += 5
+    display.lines.tick()
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
         "indexing: 64 of 192 images embedded, 3 s",
         "indexing: 192 of 192 images embedded, 9 s",
         "indexing: 3 of 10 steps, loss 0.500  100 img/s  ‖u‖ 0.10 mixed 0.20, 14 s",
+        "t-SNE of 192 images",
+        "indexing: 19 s",
     ]

@@ -78,7 +78,7 @@ class Display:
             disable=not self.console.is_terminal,
         )
         self.task = self.bar.add_task(what, total=None, figures="")
-        self.lines = None if self.console.is_terminal else ProgressLines(what, self.note, clock)
+        self.lines = None if self.console.is_terminal else ProgressLines(what, self._print, clock)
         self._stopped = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
@@ -116,5 +116,10 @@ class Display:
             self.lines.update(f"{done:,} of {total:,} {what}")
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays. It says what comes next, so lines of progress no longer show the last row."""
+        if self.lines is not None:
+            self.lines.state = ""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
