@@ -358,7 +358,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     except Interrupted:
         _print_note("idml reproduce: stopped; the same command continues")
         return 143
-    _print_result(results, options.json, [results["table"]])
+    _print_result(results, options.json, results["table"].splitlines())
     return 0
 
 

@@ -210,6 +210,7 @@ def test_the_table_by_command_and_on_the_page(patterns, small, tmp_path, monkeyp
     assert main(["reproduce", "table1", "--comparators", "--data", patterns, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "CircleLoss is above plain ProxyAnchor: **" in text
+    assert "\n| system | loss |" in text
     assert re.search(r"On folder, frozen, plain ProxyAnchor has R@1 [\d.]+ \[.*?\]\. Of 1 system", text)
     (rows,) = (list(csv.DictReader(file.open())) for file in out.rglob("table1-comparators-folder-frozen/table.csv"))
     assert [row["system"] for row in rows] == ["raw features", "plain", "CircleLoss"]
