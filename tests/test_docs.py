@@ -96,7 +96,7 @@ def test_names_of_examples_that_need_a_server_exist(code):
 
 
 def command_lines():
-    """Every command of a block, and every `idml …` of a text that has no placeholder such as [x] or …."""
+    """Every command of a block, and every `idml …` of a text that has no placeholder such as [x], NAME or …."""
     found = {}
     for page in PAGES:
         shell, prose = read_blocks(page)
@@ -104,7 +104,7 @@ def command_lines():
         mentions = [] if page.name == "CHANGELOG.md" else re.findall(r"`(idml [^`\n]+)`", prose)
         for whole, line in [*((True, line) for line in lines), *((False, line) for line in mentions)]:
             called = re.match(r"(?:[A-Z_]+=\S+ )*(?:idml|(?:torchrun|accelerate) .*-m idml\.cli) (.*)", line)
-            if called and not re.search(r"[\[\]…|]", called[1].partition("#")[0]):
+            if called and not re.search(r"[\[\]…|]|\bNAME\b", called[1].partition("#")[0]):
                 words = shlex.split(called[1], comments=True)
                 words = ["1" if word in ("X", "N") else word for word in words if word != "&"]
                 found.setdefault(f"{page.name}: {' '.join(words)}", (words, whole))
