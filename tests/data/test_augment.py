@@ -411,7 +411,7 @@ def pixels():
     array = noise.integers(0, 256, (24, 20, 20, 3), dtype=np.uint8)
     sources = [ArraySource(str(i), image) for i, image in enumerate(array)]
     images = ImageSet("noise", sources, torch.arange(24) // 4, tuple("abcdef"))
-    return Pixels(images, array, {5: "broken"})
+    return Pixels(images, array, {5: "broken"}, "digest")
 
 
 @pytest.mark.parametrize("view", [View(), MIXED, *GRADED], ids=str)

@@ -81,6 +81,49 @@ def test_exif_orientation(saved, orientation, suffix):
     assert (load_square(path, 28).int() - straight).abs().max() <= (12 if suffix == "jpg" else 0)
 
 
+def exif_cases():
+    """EXIF blocks that cameras and attackers write: all of them are read as if there were none."""
+    sound = Image.Exif()
+    sound[0x0112] = 6
+    whole = sound.tobytes()
+    for orientation in (0, 9, 65535):
+        odd = Image.Exif()
+        odd[0x0112] = orientation
+        yield f"orientation {orientation}", odd.tobytes()
+    yield "empty", b"Exif\0\0"
+    yield "no header", b"Exif\0\0" + bytes(40)
+    yield "noise", b"Exif\0\0" + np.random.default_rng(0).bytes(200)
+    yield "cut in its header", whole[:12]
+    yield "offset beyond the end", whole[:10] + b"\xff\xff\xff\x7f" + whole[14:]
+    yield "offset to itself", whole[:10] + b"\0\0\0\0" + whole[14:]
+    order = "<" if whole[6:8] == b"II" else ">"
+    head = b"Exif\0\0" + (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8)
+    text = struct.pack(f"{order}HHI4s", 0x0112, 2, 4, b"six\0")
+    yield "orientation as text", head + struct.pack(f"{order}H", 1) + text + bytes(4)
+    entry = struct.pack(f"{order}HHII", 0x0112, 3, 10**9, 26)
+    yield "a billion orientations", head + struct.pack(f"{order}H", 1) + entry + bytes(4)
+    yield "65,535 entries", head + struct.pack(f"{order}H", 65535) + entry
+    again = struct.pack(f"{order}HHII", 0x8769, 4, 1, 8)  # the directory within is this directory
+    yield "a directory within itself", head + struct.pack(f"{order}H", 1) + again + struct.pack(f"{order}I", 8)
+
+
+@pytest.mark.parametrize("exif", [pytest.param(exif, id=name) for name, exif in exif_cases()])
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_malformed_exif_is_ignored(saved, suffix, exif):
+    options = {"jpg": {"quality": 95, "subsampling": 0}, "webp": {"lossless": True}}.get(suffix, {})
+    path = saved(blocks(), f"odd.{suffix}", exif=exif, **options)
+    assert exif[6:] in path.read_bytes()
+    tracemalloc.start()
+    try:
+        got = pixels(path)
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert got.shape == (32, 48, 3)
+    assert np.abs(got - blocks()).max() <= (12 if suffix == "jpg" else 0)
+    assert held < 5_000_000
+
+
 def test_cmyk_jpeg(saved):
     colour = (200, 30, 60)
     path = saved(Image.new("RGB", (32, 32), colour).convert("CMYK"), "print.jpg", quality=95)
@@ -152,12 +195,43 @@ def test_one_bit_and_grey(saved):
         assert pixels(saved(image, f"{image.mode}.png"))[..., 1].tolist() == values.tolist()
 
 
-@pytest.mark.parametrize("name", ["moving.gif", "pages.tif", "moving.webp", "pair.mpo"])
+@pytest.mark.parametrize("name", ["moving.gif", "moving.png", "pages.tif", "moving.webp", "pair.mpo"])
 def test_first_frame(saved, name):
     first, *rest = (Image.new("RGB", (16, 16), colour) for colour in (RED, BLUE, GREEN))
     path = saved(first, name, save_all=True, append_images=rest, **({"lossless": True} if "webp" in name else {}))
     assert Image.open(path).n_frames == 3
     assert np.abs(pixels(path) - RED).max() <= 2
+    square = load_square(path, 8)
+    assert (square - torch.tensor(RED, dtype=torch.int).view(3, 1, 1)).abs().max() <= 2
+
+
+@pytest.mark.parametrize("name", ["moving.gif", "moving.png", "moving.webp"])
+def test_later_frames_do_not_matter(saved, name):
+    """Cut or damaged behind the first frame, as an interrupted download is: the first one is shown, or one line."""
+    noise = np.random.default_rng(0)
+    frames = [Image.fromarray(noise.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(6)]
+    options = {"lossless": True} if "webp" in name else {}
+    whole = saved(frames[0], name, save_all=True, append_images=frames[1:], **options)
+    expected, content = pixels(whole), whole.read_bytes()
+    shown = 0
+    for end in range(len(content) // 3, len(content), len(content) // 7):
+        whole.write_bytes(content[:end])
+        try:
+            found = pixels(whole)
+        except ValueError:
+            refused(whole, "cannot read the image")
+            continue
+        assert np.array_equal(found, expected)
+        shown += 1
+    assert shown or "webp" in name  # a WebP is decoded as a whole
+
+
+def test_a_first_frame_with_transparency(saved):
+    frames = [Image.new("RGBA", (8, 8), (*colour, alpha)) for colour, alpha in ((RED, 0), (BLUE, 255))]
+    for name in ("clear.gif", "clear.png", "clear.webp"):
+        path = saved(frames[0], name, save_all=True, append_images=frames[1:])
+        assert Image.open(path).n_frames == 2
+        assert pixels(path).min() == 255
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.7, 0.97])

@@ -5,6 +5,7 @@ import gzip
 import io
 import lzma
 import tarfile
+import zipfile
 
 import numpy as np
 import pytest
@@ -425,6 +426,50 @@ def test_hard_links_in_an_archive_are_images(tmp_path):
         assert archive.getmember("pets/dog/2.png").islnk() or archive.getmember("pets/dog/1.png").islnk()
     data = load_dataset(f"folder:{tmp_path / 'pets.tar'}")
     assert shown(data.test) == [("dog/1.png", "dog", 2), ("dog/2.png", "dog", 2)]
+
+
+def test_an_archive_never_leaves_its_place(tmp_path):
+    """Names with .. and absolute names, links to files outside: nothing is unpacked, nothing outside is read."""
+    write(tmp_path, {"secret.png": 9, "made/cat/1.png": 1, "made/dog/1.png": 2})
+    home = tmp_path / "home"
+    home.mkdir()
+    outside = str(tmp_path / "secret.png")
+    with tarfile.open(home / "pets.tar", "w") as archive:
+        archive.add(tmp_path / "made/cat/1.png", arcname="cat/1.png")
+        archive.add(tmp_path / "made/dog/1.png", arcname="dog/1.png")
+        for name in ("../secret.png", "../../dog/up.png", f"{tmp_path}/secret.png", "dog/../../secret.png"):
+            evil = archive.gettarinfo(tmp_path / "made/dog/1.png")
+            evil.name = name  # tarfile would remove the leading slash
+            with (tmp_path / "made/dog/1.png").open("rb") as file:
+                archive.addfile(evil, file)
+        for number, (kind, target) in enumerate(
+            [(tarfile.SYMTYPE, outside), (tarfile.SYMTYPE, "../secret.png"), (tarfile.LNKTYPE, "../made/cat/1.png")]
+        ):
+            link = tarfile.TarInfo(f"dog/link{number}.png")
+            link.type, link.linkname = kind, target
+            archive.addfile(link)
+        device = tarfile.TarInfo("dog/device.png")
+        device.type, device.devmajor, device.devminor = tarfile.CHRTYPE, 1, 5
+        archive.addfile(device)
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    data = load_dataset(f"folder:{home / 'pets.tar'}", split="all")
+    for source, label in zip(data.train.sources, data.train.labels.tolist(), strict=True):
+        kind = "cat" if data.train.classes[label] == "cat" else "dog"
+        original = Image.open(tmp_path / f"made/{kind}/1.png").convert("RGB")
+        assert source.decode() == original  # what the archive holds, never the secret
+    assert not any("link" in source.name or "device" in source.name for source in data.train.sources)
+    assert {"cat/1.png", "dog/1.png"} <= {source.name for source in data.train.sources}
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+def test_zip_archives_are_refused_unread(tmp_path):
+    with zipfile.ZipFile(tmp_path / "pets.zip", "w") as archive:
+        archive.writestr("../evil.png", b"x")
+        archive.writestr("cat/1.png", b"x")
+    with pytest.raises(ValueError, match=r"is compressed \(zip\)") as error:
+        load_dataset(f"folder:{tmp_path / 'pets.zip'}")
+    one_line(error, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["pets.zip"]
 
 
 def test_natural_order():

@@ -7,16 +7,21 @@ import shutil
 import signal
 import sqlite3
 import tempfile
+import tracemalloc
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from numbered_changes import PROPERTIES, batch, damage_value, made, state
+from synthetic_images import encoded, picture
 
 from idml.metric import IntrospectiveMetric
 from idml.search.engines import Added, DamagedGallery, sqlite_storage
 from idml.search.engines.sqlite import SqliteEngine
-from idml.search.engines.sqlite_storage import DATABASE, ITEM_COLUMNS, is_intact
+from idml.search.engines.sqlite_storage import DATABASE, ITEM_COLUMNS, State, is_intact
+from idml.search.gallery import Gallery, Upload
+from idml.search.gallery_folder import ImageRoots
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 STEP = 1 if "IDML_KILLS" in os.environ else 61  # of all bytes, every one in make faults
@@ -240,6 +245,37 @@ def test_state_is_written_again_with_the_next_change(tmp_path):
         assert engine.verify() == []
 
 
+@pytest.mark.parametrize("changes", [{"next": 10**12}, {"items": 10**12}, {"next": 2**62, "items": 2**62}], ids=str)
+def test_a_header_that_claims_very_many_rows(tmp_path, changes):
+    """With a right checksum, as somebody may write it: nothing is allocated for the claim."""
+    path = tmp_path / "g"
+    small(path).close()
+    connection = sqlite3.connect(path / DATABASE, isolation_level=None)
+    claimed = State(*connection.execute("SELECT * FROM state").fetchone()[1:7])._replace(**changes)
+    connection.execute(
+        "UPDATE state SET change = ?, oldest = ?, generation = ?, next = ?, items = ?, digest = ?, crc = ?",
+        (*claimed, claimed.crc()),
+    )
+    connection.close()
+
+    def change():
+        with SqliteEngine.open(path, write=True) as engine:
+            engine.add(*batch((77, 0)))
+
+    for call in (lambda: everything(path), change):
+        tracemalloc.start()
+        try:
+            with pytest.raises(DamagedGallery, match="restore a backup") as error:
+                call()
+            assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        finally:
+            tracemalloc.stop()
+        assert "\n" not in str(error.value)
+    with pytest.raises(DamagedGallery, match="restore a backup"), SqliteEngine.open(path) as engine:  # noqa: PT012
+        (problem,) = engine.verify()
+        raise DamagedGallery(str(problem))
+
+
 def test_a_database_that_is_cut(tmp_path):
     path = tmp_path / "g"
     small(path).close()
@@ -374,6 +410,34 @@ def test_a_database_that_may_not_grow(tmp_path):
         engine._connected().execute("PRAGMA max_page_count = 1000000").fetchall()
         engine.add(*batch(*[(n, 3) for n in range(100, 900)]))
         assert engine.verify() == []
+
+
+def test_a_log_that_has_filled_the_disk_is_emptied(tmp_path, run):
+    """Else a small disk would stay full for ever: the log grows until SQLite moves it into the database."""
+    with Gallery.create(tmp_path / "g", run) as gallery:
+        gallery.add([Upload(encoded(picture(n)), "a") for n in range(4)])
+        expected, log = state(gallery.engine), tmp_path / "g" / f"{DATABASE}-wal"
+        engine = gallery.engine
+        engine._connected().execute("PRAGMA max_page_count = 1").fetchall()
+        assert log.stat().st_size > 0
+        with pytest.raises(OSError, match="database or disk is full"):
+            engine.relabel(dict.fromkeys((item.id for item in engine.items()), "b" * 100_000))
+        assert log.stat().st_size == 0
+        engine._connected().execute("PRAGMA max_page_count = 1000000").fetchall()
+        assert state(engine) == expected
+        engine.relabel({expected[0][0].id: "c"})
+        assert log.stat().st_size > 0
+        full = mock.patch.object(ImageRoots, "write_upload", side_effect=OSError(28, "No space left on device"))
+        with full, pytest.raises(OSError, match="No space left"):
+            gallery.add([Upload(encoded(picture(9)), "a")])
+        assert log.stat().st_size == 0
+        gallery.add([Upload(encoded(picture(9)), "a")])
+        with SqliteEngine.open(tmp_path / "g") as reader, reader._reading():  # somebody reads an older state
+            engine.relabel({expected[0][0].id: "d"})
+            engine.free_log()
+            assert log.stat().st_size > 0
+        assert engine.verify() == []
+        assert engine.get(expected[0][0].id).label == "d"
 
 
 def as_nobody(work):

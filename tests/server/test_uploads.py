@@ -3,13 +3,15 @@
 import gzip
 import io
 import os
+import socket
 import struct
 import tracemalloc
 import zlib
+from urllib.parse import quote
 
 import pytest
-from PIL import GifImagePlugin, Image, TiffImagePlugin, WebPImagePlugin
-from service_client import client_of, picture, said, search
+from PIL import GifImagePlugin, Image, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
+from service_client import client_of, identity, picture, said, search
 
 from idml.data.images import decode_image
 from idml.data.metadata import remove_metadata
@@ -103,13 +105,14 @@ def test_bombs_behind_a_harmless_header(shared, data):
     assert held < 20_000_000
 
 
-@pytest.mark.parametrize("format", ["GIF", "WEBP", "TIFF"])
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
 def test_frames_are_not_decoded(shared, monkeypatch, format):
     frames, out = [Image.new("RGB", (40, 32), (n, 0, 0)) for n in range(100)], io.BytesIO()
     frames[0].save(out, format, save_all=True, append_images=frames[1:])
     assert search(shared, out.getvalue()).status_code == 200
     kind, name = {
         "GIF": (GifImagePlugin.GifImageFile, "_seek"),
+        "PNG": (PngImagePlugin.PngImageFile, "_seek"),
         "WEBP": (WebPImagePlugin.WebPImageFile, "_get_next"),
         "TIFF": (TiffImagePlugin.TiffImageFile, "_seek"),
     }[format]
@@ -117,6 +120,52 @@ def test_frames_are_not_decoded(shared, monkeypatch, format):
     monkeypatch.setattr(kind, name, lambda *args, **options: calls.append(args) or real(*args, **options))
     decode_image(io.BytesIO(out.getvalue()), "x")
     assert len(calls) <= 2
+
+
+@pytest.fixture
+def listener():
+    """A socket that somebody would connect to who opened an address; its address, and whether somebody has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+
+        def connected():
+            try:
+                server.accept()[0].close()
+            except BlockingIOError:
+                return False
+            return True
+
+        yield f"127.0.0.1:{server.getsockname()[1]}", connected
+
+
+def test_addresses_are_never_opened(client, gallery, tmp_path, listener):
+    """As the image, as a field, as a label, a name or an id: an address or a path is text, nothing follows it."""
+    place, connected = listener
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(picture(55))
+    before = len(gallery)
+    for address in (f"http://{place}/x.png", f"ftp://{place}/x", f"//{place}/x", f"file://{secret}", str(secret)):
+        text = address.encode()
+        for path in ("/api/search", "/api/items"):
+            assert client.post(path, files={"image": text}).status_code == 415
+            for name in ("url", "path", "image_url", "file"):
+                assert client.post(path, files={name: text}).status_code == 422
+                assert client.post(path, data={name: address, "image": address}).status_code in (415, 422)
+            assert client.post(path, json={"image": address, "url": address}).status_code == 415
+            assert client.post(f"{path}?url={quote(address, safe='')}", content=b"").status_code in (415, 422)
+        assert client.get(f"/api/items/{quote(address, safe='')}/image").status_code == 404
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://{place}/x.png"/></svg>'.encode()
+    assert client.post("/api/search", files={"image": ("x.svg", svg, "image/svg+xml")}).status_code == 415
+    assert len(gallery) == before
+    added = client.post(
+        "/api/items", files={"image": (f"http://{place}/x.png", picture(56))}, data={"label": f"http://{place}/"}
+    )
+    assert added.status_code == 201
+    item = client.get(f"/api/items/{added.json()['id']}").json()
+    assert (item["label"], item["path"]) == (f"http://{place}/", f"uploads/{identity(picture(56))}.png")
+    assert not connected()
+    with socket.create_connection(place.split(":")):  # the test can see a connection
+        assert connected()
 
 
 def test_a_compressed_body_stays_compressed(shared):

@@ -59,7 +59,7 @@ def saved(tmp_path, config):
     """A checkpoint in a folder that did not exist, and what it was made of."""
     path = tmp_path / "new" / "checkpoints" / "last.safetensors"
     parts = trained(0)
-    save_checkpoint(path, *parts, POSITION, config, "the data")
+    save_checkpoint(path, *parts, POSITION, config, "the data", "pixels")
     return path, parts
 
 
@@ -67,12 +67,12 @@ def test_everything_comes_back(saved, config):
     path, parts = saved
     others = trained(1, steps=1)
     assert not same(state(*parts), state(*others))
-    assert load_checkpoint(path, *others, config, "the data") == POSITION
+    assert load_checkpoint(path, *others, config, "the data", "pixels") == POSITION
     assert same(state(*parts), state(*others))
     assert any(name.startswith("optimizer.") for name in state(*others))
     assert same(load_file(path), state(*parts))
     fresh = trained(2, steps=0)  # an optimizer that has no moments yet
-    load_checkpoint(path, *fresh, config, "the data")
+    load_checkpoint(path, *fresh, config, "the data", "pixels")
     assert same(state(*parts), state(*fresh))
     assert fresh[2].param_groups[0]["lr"] == 1e-2
 
@@ -80,9 +80,9 @@ def test_everything_comes_back(saved, config):
 def test_saving_again_replaces_the_checkpoint(saved, config):
     path, _ = saved
     later = trained(3)
-    save_checkpoint(path, *later, replace(POSITION, step=8), config, "the data")
+    save_checkpoint(path, *later, replace(POSITION, step=8), config, "the data", "pixels")
     fresh = trained(4)
-    assert load_checkpoint(path, *fresh, config, "the data").step == 8
+    assert load_checkpoint(path, *fresh, config, "the data", "pixels").step == 8
     assert same(state(*later), state(*fresh))
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -95,17 +95,17 @@ def rewritten(path, **changes):
     """The checkpoint with another note."""
     with safe_open(path, framework="pt") as file:
         note = json.loads(file.metadata()["idml"])
-    assert set(note) == {"progress", "config", "dataset", "weights_sha256"}
+    assert set(note) == {"progress", "config", "dataset", "pixels", "weights_sha256"}
     save_file(load_file(path), path, metadata={"idml": json.dumps({**note, **changes})})
     return note
 
 
-def refusal(path, config, parts=None, data="the data"):
+def refusal(path, config, parts=None, data="the data", pixels="pixels"):
     """The one line of a refusal, which leaves everything as it was."""
     parts = parts or trained(5)
     before = state(*parts)
     with pytest.raises(ValueError, match=r"[a-z]") as error:
-        load_checkpoint(path, *parts, config, data)
+        load_checkpoint(path, *parts, config, data, pixels)
     assert same(before, state(*parts))
     assert "\n" not in str(error.value)
     assert error.value.__cause__ is None
@@ -122,15 +122,18 @@ def test_other_options_data_and_weights_are_refused(saved, config):
     assert refusal(path, config, data="more data") == (
         "cannot resume on other data: glyphs no longer holds the images this run began with"
     )
+    assert refusal(path, config, pixels="others") == (
+        "cannot resume on other data: images of glyphs have changed since this run began"
+    )
     model, method, optimizer = trained(6)
     model.config = replace(model.config, weights_sha256="another file")
     weights = replace(config, weights="w.pth")
-    save_checkpoint(path, *parts, POSITION, weights, "the data")
+    save_checkpoint(path, *parts, POSITION, weights, "the data", "pixels")
     assert refusal(path, weights, (model, method, optimizer)) == (
         "cannot resume with other weights: w.pth is not the file this run began with"
     )
-    save_checkpoint(path, model, method, optimizer, POSITION, weights, "the data")
-    assert load_checkpoint(path, model, method, optimizer, weights, "the data") == POSITION
+    save_checkpoint(path, model, method, optimizer, POSITION, weights, "the data", "pixels")
+    assert load_checkpoint(path, model, method, optimizer, weights, "the data", "pixels") == POSITION
     assert rewritten(path)["weights_sha256"] == "another file"
 
 
@@ -144,7 +147,7 @@ def test_another_version_is_refused(saved, config):
     rewritten(path, config=note["config"])
     model, method, optimizer = trained(0)
     assert refusal(path, config, (model, nn.Linear(9, 9), optimizer)).endswith("train into a new directory")
-    assert load_checkpoint(path, model, method, optimizer, config, "the data") == POSITION
+    assert load_checkpoint(path, model, method, optimizer, config, "the data", "pixels") == POSITION
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "no note", "no position", "odd position", "not JSON"])
@@ -171,14 +174,14 @@ def test_what_is_no_checkpoint_is_refused(saved, config, damage):
     assert "None" not in said.partition("(")[2] or damage == "no position"
 
 
-def test_a_note_without_weights_is_of_a_run_without_them(saved, config):
-    """Notes of the first format have no such entry."""
+def test_older_notes_are_read(saved, config):
+    """They say nothing about weights, which is right for runs without them, and nothing about pixels."""
     path, _ = saved
     with safe_open(path, framework="pt") as file:
         note = json.loads(file.metadata()["idml"])
-    del note["weights_sha256"]
+    del note["weights_sha256"], note["pixels"]
     save_file(load_file(path), path, metadata={"idml": json.dumps(note)})
-    assert load_checkpoint(path, *trained(7), config, "the data") == POSITION
+    assert load_checkpoint(path, *trained(7), config, "the data", "pixels") == POSITION
 
 
 HOLD = "import sys, time; from pathlib import Path; from idml.training.checkpoint import lock_run\n"

@@ -1,6 +1,7 @@
 """Faults of a run that nothing else causes: an uncertainty that says nothing, other data, a killed loader process."""
 
 import multiprocessing
+import os
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("change", ["added", "removed", "renamed"])
+@pytest.mark.parametrize("change", ["added", "removed", "renamed", "replaced", "touched"])
 def test_a_run_is_not_resumed_on_other_data(config, album, change):
     def stop(row):
         if row.get("step") == 2:
@@ -73,6 +74,14 @@ def test_a_run_is_not_resumed_on_other_data(config, album, change):
         Image.new("RGB", (9, 9)).save(album / "a" / "new.png")
     elif change == "removed":
         image.unlink()
+    elif change == "replaced":  # by another picture of the same name, size and time
+        before = image.stat()
+        image.write_bytes((album / "b" / "0.png").read_bytes())
+        os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif change == "touched":  # a copy of the data has other times
+        os.utime(image)
+        train(from_dict(config), resume=True)
+        return
     else:
         image.rename(album / "a" / "other.png")
     with pytest.raises(ValueError, match="cannot resume on other data") as refusal:

@@ -4,10 +4,11 @@ Time and memory of decoding are bounded by counts that are checked first: bytes 
 (each scan of a few bytes may visit every pixel). So the time is at most a constant times (bytes + pixels · scans).
 """
 
+import struct
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
@@ -107,7 +108,8 @@ def _decode(file: BinaryIO, min_side: int) -> Decoded:
             raise RefusedImage("content", f"it has {scans} scans, more than {MAX_SCANS}")
         image.draft("RGB", (max(min_side, MIN_SIDE), max(min_side, MIN_SIDE)))
     image.load()
-    ImageOps.exif_transpose(image, in_place=True)
+    with suppress(SyntaxError, struct.error, ValueError, TypeError, KeyError, EOFError):  # malformed EXIF is ignored
+        ImageOps.exif_transpose(image, in_place=True)
     return Decoded(_as_rgb(image), format)
 
 

@@ -1,9 +1,11 @@
 """A cache of decoded and resized images in one memory-mapped file: decoded once, read by every later run.
 
-The file is an ordinary .npy of uint8 [images, side, side, 3]; a JSON file beside it lists the images that could not be
-read. It is complete or absent, and several processes may ask for it at once (`idml.files.cached_array`).
+The file is an ordinary .npy of uint8 [images, side, side, 3]; a JSON file beside it has a hash of all pixels, and lists
+the images that could not be read. It is complete or absent, and several processes may ask for it at once
+(`idml.files.cached_array`).
 """
 
+import hashlib
 import json
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from idml.files import cache_folder, cached_array, write_atomic
 from idml.parallel import run_in_threads
 from idml.progress import Count
 
-_VERSION = 2
+_VERSION = 3
 _MAX_THREADS = 8  # each may hold a decoded image of 200 MB
 
 
@@ -30,12 +32,14 @@ _MAX_THREADS = 8  # each may hold a decoded image of 200 MB
 class Pixels:
     """The images of a set as squares of ``side`` pixels; ``broken`` maps those that could not be read to the reason.
 
-    A broken image is black and is not used: `usable` lists the others.
+    A broken image is black and is not used: `usable` lists the others. ``digest`` is a short hash of all pixels: it
+    changes when an image is replaced by another one of the same name, and not when the images are copied.
     """
 
     images: ImageSet
     array: NDArray[np.uint8]
     broken: dict[int, str]
+    digest: str
 
     @property
     def side(self) -> int:
@@ -72,15 +76,17 @@ def load_pixels(
         write_atomic(notes, json.dumps(_decode(images, array, max_broken, progress)).encode())
 
     array = cached_array(path, (len(images), side, side, 3), np.uint8, fill, beside=notes)
-    broken = {int(i): reason for i, reason in json.loads(notes.read_text()).items()}
+    noted = json.loads(notes.read_text())
+    broken = {int(i): reason for i, reason in noted["broken"].items()}
     _require_few(broken, max_broken, images)
-    return Pixels(images, array, broken)
+    return Pixels(images, array, broken, noted["digest"])
 
 
-def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progress: Count | None) -> dict[int, str]:
-    """Fill the array; return which images could not be read, and why."""
+def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progress: Count | None) -> dict[str, object]:
+    """Fill the array; return a hash of all pixels, which images could not be read, and why."""
     side = array.shape[1]
     broken: dict[int, str] = {}
+    digest = hashlib.blake2b(digest_size=8)
 
     def decode(source: Source) -> Image.Image | str:
         try:
@@ -96,9 +102,10 @@ def _decode(images: ImageSet, array: NDArray[np.uint8], max_broken: int, progres
                 _require_few(broken, max_broken, images)
             else:
                 array[i] = np.asarray(image)
+            digest.update(array[i].tobytes())
             if progress is not None:
                 progress(i + 1, len(images))
-    return broken
+    return {"digest": digest.hexdigest(), "broken": broken}
 
 
 def _require_few(broken: dict[int, str], limit: int, images: ImageSet) -> None:

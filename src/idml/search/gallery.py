@@ -379,9 +379,13 @@ class Gallery:
             present = [item for item in self.engine.get_many(list(intact)) if item is not None]
             if self.roots is not None:
                 without_file = [item for item in present if self.roots.find_file(item.path) is None]
-                for item in [*items, *without_file]:
-                    if item.path.startswith(f"{UPLOADS}/"):
-                        self.roots.write_upload(item.path, uploads[item.id].data)
+                try:
+                    for item in [*items, *without_file]:
+                        if item.path.startswith(f"{UPLOADS}/"):
+                            self.roots.write_upload(item.path, uploads[item.id].data)
+                except OSError:
+                    self.engine.free_log()  # there may be space for the next upload
+                    raise
             added = Added(0, 0, 0)
             if embedded.embeddings is not None:
                 added = self.add_embedded(items, embedded.embeddings, embedded.thumbnails)

@@ -36,8 +36,12 @@ def save_checkpoint(
     progress: Position,
     config: TrainConfig,
     dataset: str,
+    pixels: str,
 ) -> None:
-    """Write everything that changes during training. Random numbers need no saving: they follow from the step."""
+    """Write everything that changes during training. Random numbers need no saving: they follow from the step.
+
+    ``dataset`` and ``pixels`` are hashes of the names and of the pixels of the images.
+    """
     from safetensors.torch import save
 
     tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
@@ -45,7 +49,7 @@ def save_checkpoint(
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{number}.{k}": torch.as_tensor(v) for k, v in state.items()}
     note: dict[str, Any] = {"progress": asdict(progress), "config": to_dict(config), "dataset": dataset}
-    note["weights_sha256"] = model.config.weights_sha256
+    note["pixels"], note["weights_sha256"] = pixels, model.config.weights_sha256
     data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata={"idml": json.dumps(note)})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
@@ -58,6 +62,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
     dataset: str,
+    pixels: str,
 ) -> Position:
     """Restore a checkpoint; one of another configuration, data set or file of weights is refused."""
     from safetensors import SafetensorError, safe_open
@@ -66,7 +71,7 @@ def load_checkpoint(
         with safe_open(path, framework="pt") as file:
             note = json.loads(file.metadata()["idml"])
             options, data, progress = dict(note["config"]), note["dataset"], Position(**note["progress"])
-            weights = note.get("weights_sha256")
+            weights, seen = note.get("weights_sha256"), note.get("pixels", pixels)  # older ones do not say
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a sound checkpoint ({str(error).splitlines()[0]})") from None
@@ -82,6 +87,8 @@ def load_checkpoint(
         raise ValueError(f"cannot resume with other weights: {config.weights} is not the file this run began with")
     if data != dataset:
         raise ValueError(f"cannot resume on other data: {config.data} no longer holds the images this run began with")
+    if seen != pixels:
+        raise ValueError(f"cannot resume on other data: images of {config.data} have changed since this run began")
     try:
         model.load_state_dict(_below("model.", tensors))
         method.load_state_dict(_below("method.", tensors))

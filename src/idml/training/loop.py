@@ -165,8 +165,9 @@ def train(
         # ---- resume: start at the pretrained weights, or at the last checkpoint ----
         optimizer = build_optimiser(model, method, config)
         fingerprint, progress = dataset.train.fingerprint, Position()
+        digest = "-".join(part.digest for part in (learned, validation) if part is not None)
         if resume and last.exists():
-            progress = load_checkpoint(last, model, method, optimizer, config, fingerprint)
+            progress = load_checkpoint(last, model, method, optimizer, config, fingerprint, digest)
         elif config.pca and config.starts_from_weights:
             start_at_principal_components(model, stream.features(model))
         processes.broadcast(model, method)
@@ -179,7 +180,7 @@ def train(
 
         def checkpoint() -> None:
             if processes.first:
-                save_checkpoint(last, model, method, optimizer, progress, config, fingerprint)
+                save_checkpoint(last, model, method, optimizer, progress, config, fingerprint, digest)
 
         def embed_training_images() -> tuple[Tensor, Embeddings]:
             return learned.usable, judge.embed(model, learned, outputs=True)

@@ -181,6 +181,10 @@ class Engine(Protocol):
         """Free the space of removed and replaced items and return how many there were."""
         ...
 
+    def free_log(self) -> None:
+        """Free the disk space of a log of changes, if there is one; call it when the disk is full."""
+        ...
+
     def backup(self, file: str | Path) -> None:
         """Write a copy of all items to a file."""
         ...

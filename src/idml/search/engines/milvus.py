@@ -205,6 +205,9 @@ class MilvusEngine(Engine):
                 self._write_rows(connection, [row | {"item": texts[id], "changed": stamp} for id, row in whole])
         return len(texts)
 
+    def free_log(self) -> None:
+        """Do nothing: the server has the log."""
+
     def compact(self) -> int:
         """Give back the room of removed and replaced items; how many Milvus let go of. It may take a minute."""
         with self._changing() as connection:

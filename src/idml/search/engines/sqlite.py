@@ -50,6 +50,7 @@ from idml.search.engines.sqlite_integrity import find_problems
 from idml.search.engines.sqlite_storage import (
     DATABASE,
     ITEM_COLUMNS,
+    WAIT,
     ItemTable,
     Numbers,
     Row,
@@ -197,6 +198,19 @@ class SqliteEngine(Engine):
         with self._reading() as (_, table):
             self._vectors.sweep(table.state.generation)
         return freed
+
+    def free_log(self) -> None:
+        """Move the log into the database and empty it: a log that has filled the disk frees its space.
+
+        If that is not possible now, everything stays as it is.
+        """
+        with self._mutex, suppress(sqlite3.Error):
+            connection = self._connected()
+            connection.execute("PRAGMA busy_timeout = 0").fetchall()  # somebody reads: the next time will do
+            try:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            finally:
+                connection.execute(f"PRAGMA busy_timeout = {int(WAIT * 1000)}").fetchall()
 
     def backup(self, file: str | Path) -> None:
         """Write a copy of the database as it is now to ``file``, which is replaced; on return it is on the disk."""
@@ -352,11 +366,13 @@ class SqliteEngine(Engine):
             try:
                 yield connection, self._sync(connection)
                 connection.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 if connection.total_changes != before:
                     self._table = None  # it may hold what is not going to be
                 with suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+                    self.free_log()  # there may be space for the next change
                 raise
 
     def _sync(self, connection: sqlite3.Connection) -> ItemTable:

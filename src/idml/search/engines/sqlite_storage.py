@@ -342,6 +342,10 @@ def ranges_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 _MORE = 1024  # positions more than are needed
 
 
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class ItemTable:
     """All items in memory, by position, without paths and labels; it follows the changes of other processes."""
 
@@ -476,8 +480,12 @@ class ItemTable:
     def _grow(self, end: int) -> None:
         if end > len(self.live):
             more = end + end // 4 + _MORE - len(self.live)
-            for name in ("live", "digests", "semantic", "uncertainty", "levels"):
-                column = getattr(self, name)
+            columns = {name: getattr(self, name) for name in ("live", "digests", "semantic", "uncertainty", "levels")}
+            if sum(column.itemsize for column in columns.values()) * end > _physical_memory():
+                raise DamagedGallery(
+                    f"{self.file} claims {end:,} positions, more than fit into memory here; restore a backup"
+                )
+            for name, column in columns.items():
                 setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
 
     def _name_damage(self, connection: sqlite3.Connection) -> None:
