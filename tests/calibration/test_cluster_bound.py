@@ -1,6 +1,7 @@
 """The bound for queries that hang together: against explicit loops, exact where it should be, and promises kept."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -188,3 +189,44 @@ def test_the_fitting_queries_choose_the_start_and_a_larger_rate_never_answers_le
         gained += sum(coverage) - sum(fixed.find_guarantee(rate, 0.9).coverage for rate in ERROR_RATES)
     assert possible > 40
     assert gained > 0
+
+
+def test_a_query_at_the_threshold_is_answered():
+    """Thresholds are values of P themselves, in double precision."""
+    p = torch.tensor([0.1, 0.7, 0.7000000000000001, 0.9], dtype=torch.float64)
+    every = torch.ones(4, dtype=torch.bool)
+    found = ClusterMoments.of(
+        p, every, [0.7, 0.7000000000000001], known=every, share=0.0, groups=torch.arange(4), known_by_image=True
+    )
+    assert found.answered == (0.75, 0.5)
+    assert found.effective == pytest.approx((3.0, 2.0))
+
+
+def test_a_threshold_that_nothing_reaches():
+    every = torch.ones(4, dtype=torch.bool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ClusterMoments.of(
+            torch.rand(4), every, [2.0, 0.0], known=every, share=0.0, groups=torch.arange(4), known_by_image=True
+        )
+    assert (found.answered[0], found.wrong[0], found.effective[0]) == (0.0, 0.0, 0.0)
+    assert found.effective[1] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 3])
+def test_few_clusters(clusters):
+    """m/(m − 1) of two and more; one cluster says nothing about its variance, and is taken as it is."""
+    known = torch.arange(12) < 6
+    correct = known & (torch.arange(12) != 3)
+    p = torch.where(torch.arange(12) % 3 == 0, 0.9, 0.1)
+    groups = torch.arange(12) % clusters
+    found = ClusterMoments.of(p, correct, [0.5], known=known, share=0.5, groups=groups, known_by_image=False)
+    a, e = (p >= 0.5).double(), ((p >= 0.5) & ~correct).double()
+    expected = np.zeros(3)
+    for mask in (known, ~known):
+        ze, za = (0.5 / 6 * (x[mask] - x[mask].mean()) for x in (e, a))
+        sums = [(float(ze[groups[mask] == c].sum()), float(za[groups[mask] == c].sum())) for c in range(clusters)]
+        factor = clusters / (clusters - 1) if clusters > 1 else 1.0
+        expected += factor * np.array([[x * x, x * y, y * y] for x, y in sums]).sum(0)
+    assert found.variance[0] == pytest.approx(expected, abs=1e-15)
+    assert found.clusters == clusters

@@ -17,7 +17,7 @@ from numbered_changes import PROPERTIES, batch, damage_value, made, state
 from synthetic_images import encoded, picture
 
 from idml.metric import IntrospectiveMetric
-from idml.search.engines import Added, DamagedGallery, sqlite_storage
+from idml.search.engines import Added, DamagedGallery, sqlite, sqlite_storage
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.engines.sqlite_storage import DATABASE, ITEM_COLUMNS, State, is_intact
 from idml.search.gallery import Gallery, Upload
@@ -438,6 +438,23 @@ def test_a_log_that_has_filled_the_disk_is_emptied(tmp_path, run):
             assert log.stat().st_size > 0
         assert engine.verify() == []
         assert engine.get(expected[0][0].id).label == "d"
+
+
+def test_a_log_stays_short_on_a_small_disk(tmp_path, monkeypatch):
+    """A log could fill the disk by itself, and emptying it needs some space."""
+
+    def longest_log(path):
+        with small(path) as engine:
+            sizes = []
+            for n in range(150):
+                engine.relabel({"i2": f"label {n}"})
+                sizes.append((path / f"{DATABASE}-wal").stat().st_size)
+            assert engine.verify() == []
+        return max(sizes)
+
+    assert longest_log(tmp_path / "large") > 2 * sqlite.SHORT_LOG
+    monkeypatch.setattr(sqlite, "SCARCE", 1 << 62)
+    assert longest_log(tmp_path / "small") < 1.5 * sqlite.SHORT_LOG
 
 
 def as_nobody(work):

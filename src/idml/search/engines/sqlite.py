@@ -70,6 +70,9 @@ from idml.search.engines.sqlite_storage import (
 )
 from idml.search.engines.sqlite_vectors import Vectors
 
+SCARCE = 256 << 20  # bytes: with less free space on the disk …
+SHORT_LOG = 1 << 20  # … a log of this size is emptied
+
 
 class SqliteEngine(Engine):
     """A gallery in a folder. `create` and `open` make one; several processes may read and write it at once.
@@ -360,6 +363,7 @@ class SqliteEngine(Engine):
                 raise ValueError(f"the gallery {self.path} is open for reading only")
             if self._moved():
                 self.refresh()
+            self._spare_disk()
             connection = self._connected()
             connection.execute("BEGIN IMMEDIATE")
             before = connection.total_changes
@@ -374,6 +378,13 @@ class SqliteEngine(Engine):
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
                     self.free_log()  # there may be space for the next change
                 raise
+
+    def _spare_disk(self) -> None:
+        """Empty the log early if the disk has little space left: emptying it needs some itself."""
+        with suppress(OSError):
+            disk = os.statvfs(self.path)
+            if disk.f_bavail * disk.f_frsize < SCARCE and os.stat(f"{self.file}-wal").st_size > SHORT_LOG:
+                self.free_log()
 
     def _sync(self, connection: sqlite3.Connection) -> ItemTable:
         """Bring the table in memory up to date with the database, and return it."""
