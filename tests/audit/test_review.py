@@ -335,9 +335,9 @@ def started(place):
     server = context.Process(target=serve_review, args=(place / "out", f"folder:{place / 'data'}"), kwargs=options)
     server.start()
     url = re.search(r"http://127\.0\.0\.1:\d+/", told.recv())[0]
-    for _ in range(300):
+    for _ in range(6000):
         try:
-            urllib.request.urlopen(url, timeout=1).read()
+            urllib.request.urlopen(url, timeout=60).read()
             break
         except OSError:
             time.sleep(0.1)
@@ -348,7 +348,7 @@ def post(url, body):
     request = urllib.request.Request(
         f"{url}api/decisions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    return json.loads(urllib.request.urlopen(request, timeout=20).read())
+    return json.loads(urllib.request.urlopen(request, timeout=600).read())
 
 
 def test_kill_9_loses_no_acknowledged_decision(place):
@@ -364,7 +364,7 @@ def test_kill_9_loses_no_acknowledged_decision(place):
     server, url = started(place)
     post(url, {"item": 3, "decision": "exclude"})
     os.kill(server.pid, signal.SIGINT)
-    server.join(30)
+    server.join(600)
     assert server.exitcode == 0
     assert len(read_decisions(place / "out")) == 4
     assert (place / "out" / "cleaned.csv").exists()  # an orderly end writes it

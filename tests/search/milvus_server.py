@@ -31,7 +31,7 @@ import yaml
 from idml.files import cache_folder
 
 VERSION = "2.3.5"
-WAIT = 120  # seconds until a server must have started
+WAIT = 600  # seconds until a server must have started
 
 
 def missing():
@@ -171,7 +171,7 @@ class Server:
         from pymilvus import MilvusClient
 
         password = secrets.token_hex(16)
-        with closing(MilvusClient(uri=f"http://127.0.0.1:{self.port}", token="root:Milvus", timeout=10)) as client:
+        with closing(MilvusClient(uri=f"http://127.0.0.1:{self.port}", token="root:Milvus", timeout=120)) as client:
             client.update_password("root", "Milvus", password)
         self.token = f"root:{password}"
 

@@ -81,7 +81,7 @@ def raw(server):
     """A plain client of the server."""
     from pymilvus import MilvusClient
 
-    return closing(MilvusClient(uri=f"http://127.0.0.1:{server.port}", token=server.token, timeout=10))
+    return closing(MilvusClient(uri=f"http://127.0.0.1:{server.port}", token=server.token, timeout=120))
 
 
 def both(folders, collections, properties=PROPERTIES):

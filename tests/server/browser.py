@@ -30,7 +30,7 @@ class Visits:
 
     def __call__(self, url, **options):
         context = self.browser.new_context(**{"viewport": {"width": 1280, "height": 1600}, **options})
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)
         self.contexts.append(context)
         page = context.new_page()
         page.on("console", self._heard)
@@ -70,7 +70,7 @@ def expect(chromium):
     """Playwright's assertions, which wait until they hold."""
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=30_000)  # a machine may have other things to do
+    expect.set_options(timeout=120_000)  # a machine may have other things to do
     return expect
 
 

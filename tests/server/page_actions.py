@@ -93,7 +93,7 @@ def loaded(page, selector):
     return page.locator(selector).count()
 
 
-def until(page, condition, seconds=30):
+def until(page, condition, seconds=300):
     """Wait for a condition; Playwright's own way asks the page to eval, which its policy forbids."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
@@ -104,6 +104,16 @@ def until(page, condition, seconds=30):
 def rested(page):
     """Wait until no question is open."""
     until(page, "!document.querySelector('[aria-busy]')")
+
+
+def until_quiet(page, service, pause=500):
+    """Wait until no question is open and none has reached the service for a while, however slow the machine is."""
+    before = -1
+    while len(service.asked) != before:
+        before = len(service.asked)
+        rested(page)
+        page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)))")
+        page.wait_for_timeout(pause)
 
 
 def assert_readable(page):

@@ -4,7 +4,20 @@ import re
 from itertools import pairwise
 
 import pytest
-from page_actions import MATCH, NOVEL, PHONE, UNSURE, ask, assert_fits, assert_readable, loaded, rested, until, verdict
+from page_actions import (
+    MATCH,
+    NOVEL,
+    PHONE,
+    UNSURE,
+    ask,
+    assert_fits,
+    assert_readable,
+    loaded,
+    rested,
+    until,
+    until_quiet,
+    verdict,
+)
 from stand_in import HOSTILE
 
 pytest_plugins = ["browser"]
@@ -247,7 +260,7 @@ class TestMap:
         page.reload()
         expect(page.locator("#map-state")).to_contain_text("Drawing the map")
         page.get_by_role("link", name="Search", exact=True).click()
-        page.wait_for_timeout(200)
+        until_quiet(page, service)  # a question that was on its way has arrived
         asked = len(service.requests("GET", "/api/map"))
         page.wait_for_timeout(200)
         assert len(service.requests("GET", "/api/map")) == asked  # nobody waits for it
@@ -306,7 +319,7 @@ class TestLooks:
         page.keyboard.press("Escape")
         for view in ("Map", "Browse"):
             page.get_by_role("link", name=view, exact=True).click()
-            page.wait_for_timeout(100)
+            until_quiet(page, service)
             assert_readable(page)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
             "rgb(244, 245, 249)" if scheme == "light" else "rgb(18, 20, 27)"
@@ -335,7 +348,7 @@ class TestLooks:
         page.keyboard.press("Escape")
         for view in ("Map", "Browse"):
             page.get_by_role("link", name=view, exact=True).click()
-            page.wait_for_timeout(100)
+            until_quiet(page, service)
             assert_fits(page)
 
     def test_the_answer_is_seen_at_once_on_a_phone(self, service, visit, expect):

@@ -112,12 +112,14 @@ def test_sigterm_during_the_last_test_ends_what_comes_after_the_run(options, tmp
 
 def test_a_forked_child_does_not_hold_the_run(tmp_path):
     lock = lock_run(tmp_path)
+    running, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        time.sleep(30)
+        os.write(tell, b"x")
+        time.sleep(1000)
         os._exit(0)
     try:
-        time.sleep(0.5)  # the child lets go as soon as it runs
+        assert os.read(running, 1) == b"x"  # the child lets go before it runs
         lock.close()
         lock_run(tmp_path).close()
     finally:
@@ -132,7 +134,7 @@ def test_sigterm_writes_a_checkpoint_and_exits(options, tmp_path):
         assert process.is_alive()
         time.sleep(0.01)
     process.terminate()
-    process.join(60)
+    process.join(600)
     assert process.exitcode == 143
     assert "continue with --resume" in (tmp_path / "said").read_text()
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
