@@ -95,6 +95,10 @@ def test_names_of_examples_that_need_a_server_exist(code):
 # -------------------- commands --------------------
 
 
+STANDING_FOR = {"X": "1", "N": "1", "NAME": "plain", "centred": "plain"}
+"""Values for placeholders; `centred` is the method that a guide adds."""
+
+
 def command_lines():
     """Every command of a block, and every `idml …` of a text that has no placeholder such as [x], NAME or …."""
     found = {}
@@ -106,7 +110,7 @@ def command_lines():
             called = re.match(r"(?:[A-Z_]+=\S+ )*(?:idml|(?:torchrun|accelerate) .*-m idml\.cli) (.*)", line)
             if called and not re.search(r"[\[\]…|]|\bNAME\b", called[1].partition("#")[0]):
                 words = shlex.split(called[1], comments=True)
-                words = ["1" if word in ("X", "N") else word for word in words if word != "&"]
+                words = [STANDING_FOR.get(word, word) for word in words if word != "&"]
                 found.setdefault(f"{page.name}: {' '.join(words)}", (words, whole))
     return [pytest.param(words, whole, id=name) for name, (words, whole) in found.items()]
 
