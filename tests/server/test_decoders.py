@@ -11,7 +11,8 @@ from PIL import Image
 from service_client import client_of, picture, said, search
 
 from idml.data import decoder_process
-from idml.data.images import MAX_SIDE, decode_image
+from idml.data.decoding import MAX_SIDE
+from idml.data.images import decode_image
 from idml.server import service
 from idml.server.decoders import Decoders
 from idml.server.limits import Limits

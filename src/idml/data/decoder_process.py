@@ -3,7 +3,7 @@
 `DecoderProcess` is the side of the caller. The process itself is ``python -m idml.data.decoder_process``: it imports
 Pillow alone, reads jobs from a socket (its standard input) and ends when the socket closes.
 
-    job      length (8 bytes), bytes of the image
+    job      length of the image (8 bytes), of its name (4 bytes); the name, the image
     reply    length (4 bytes), JSON: format, width and height, or refused and reason
     pixels   RGB, row by row, if the image was decoded
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from idml.data.images import Decoded, RefusedImage, decode_with_format
+from idml.data.decoding import Decoded, RefusedImage, decode_with_format
 
 COMMAND = (sys.executable, "-m", "idml.data.decoder_process")
 MAX_MEMORY = 1_500_000_000  # bytes of address space; an image of 64 million pixels needs up to 1.1 GB
@@ -55,15 +55,15 @@ class DecoderProcess:
         self._child: _Child | None = None
         self._header: DecodedHeader | None = None
 
-    def decode(self, data: bytes) -> DecodedHeader:
-        """Decode an image; an image that cannot be read is a `RefusedImage`."""
+    def decode(self, data: bytes, name: str = "upload") -> DecodedHeader:
+        """Decode an image; an image that cannot be read is a `RefusedImage` with its ``name``."""
         if self._header is not None:  # nobody has read the pixels of the last image
             self.kill()
         child = self._child
         if child is None:
             child = self._child = _Child(self._command)
         try:
-            reply = child.decode(data)
+            reply = child.decode(data, name)
         except (EOFError, OSError):
             failed_to_start = not child.ready and self._child is child
             self.kill()
@@ -104,12 +104,13 @@ class _Child:
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
 
-    def decode(self, data: bytes) -> dict[str, Any]:
+    def decode(self, data: bytes, name: str) -> dict[str, Any]:
         with self._lock:
             if not self.ready:
                 _receive(self._channel, len(_READY))
                 self.ready = True
-            self._channel.sendall(struct.pack(">Q", len(data)))
+            called = name.encode("utf-8", "surrogateescape")
+            self._channel.sendall(struct.pack(">QI", len(data), len(called)) + called)
             self._channel.sendall(data)
             (length,) = struct.unpack(">I", _receive(self._channel, 4))
             reply: dict[str, Any] = json.loads(bytes(_receive(self._channel, length)))
@@ -164,16 +165,17 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print what they think of broken images
     while True:
         try:
-            (length,) = struct.unpack(">Q", _receive(channel, 8))
-            _do_job(channel, _receive(channel, length))
+            length, letters = struct.unpack(">QI", _receive(channel, 12))
+            name = _receive(channel, letters).decode("utf-8", "surrogateescape")
+            _do_job(channel, _receive(channel, length), name)
         except (EOFError, OSError):
             return
 
 
-def _do_job(channel: socket.socket, data: bytearray) -> None:
+def _do_job(channel: socket.socket, data: bytearray, name: str) -> None:
     signal.alarm(_ORPHAN_SECONDS)  # kills the process, also within a decoder's C code
     try:
-        image, format = decode_with_format(io.BytesIO(data), "upload")
+        image, format = decode_with_format(io.BytesIO(data), name)
     except RefusedImage as error:
         _send(channel, {"refused": error.kind, "reason": str(error)})
         return

@@ -15,7 +15,7 @@ import numpy as np
 
 from idml.data.sources import Folder, Tar, Tree, open_tree
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif")
 Part = Literal["train", "test", "gallery"]
 _SPLITS: dict[str, Part] = {"train": "train", "test": "test"}
 _STATUSES: dict[str, Part] = {"train": "train", "query": "test", "gallery": "gallery"}

@@ -11,12 +11,22 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from idml.data.images import FORMATS, Decoded, decode_image
+from idml.data.decoding import Decoded, container_of, open_image
+from idml.data.images import decode_image
 from idml.embeddings import Embeddings
 from idml.search.embedder import BATCH, Embedder
 from idml.search.engines import DamagedGallery, Engine
 
-EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif"}
+EXTENSIONS = {
+    "JPEG": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+    "GIF": "gif",
+    "BMP": "bmp",
+    "TIFF": "tif",
+    "AVIF": "avif",
+    "HEIF": "heic",
+}
 _THUMBNAIL_SIDE = 128  # pixels along the longer side
 _PIXELS = 8_000_000  # decode at most this many pixels, plus one image, before embedding them
 
@@ -27,10 +37,10 @@ class Upload:
 
     ``decoded`` is the image if it has been decoded already, in a decoder process for example.
 
-    >>> Upload(b"no image", name="holiday.jpg").decode()
+    >>> Upload(b"no image", name="x").decode()
     Traceback (most recent call last):
     ...
-    idml.data.images.RefusedImage: cannot read the image 'holiday.jpg': it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF
+    idml.data.decoding.RefusedImage: cannot read the image 'x': it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, HEIF
     """
 
     data: bytes
@@ -59,9 +69,11 @@ class Upload:
         """The file extension for the format of the bytes; only for an image that `decode` can read."""
         if self.decoded is not None:
             return EXTENSIONS[self.decoded.format]
+        if (container := container_of(self.data[:12])) is not None:
+            return EXTENSIONS[container]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(self.data), formats=FORMATS) as image:
+            with open_image(io.BytesIO(self.data)) as image:
                 return EXTENSIONS.get(str(image.format), "jpg")  # a JPEG file with several images has the format MPO
 
 

@@ -15,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from idml.data.images import FORMATS, MAX_PIXELS
+from idml.data.decoding import FORMATS, MAX_PIXELS, container_of, open_image
 from idml.data.metadata import remove_metadata
 from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
@@ -46,9 +46,14 @@ class ImageHeader(NamedTuple):
 
 
 def read_header(file: BinaryIO) -> ImageHeader:
-    """Read the format and size of an image without decoding it; refuse an image that must not be decoded."""
+    """Read the format and size of an image without decoding it; refuse an image that must not be decoded.
+
+    HEIF and AVIF are not parsed here but by the process that decodes them; their number of pixels is given as 0.
+    """
+    if (container := container_of(file.read(12))) is not None:
+        return ImageHeader(container, 0)
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with open_image(file) as image:
             format = str(image.format)  # MPO: several JPEGs in one file
             header = ImageHeader("JPEG" if format == "MPO" else format, image.width * image.height)
     except UnidentifiedImageError:
