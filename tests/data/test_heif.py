@@ -167,5 +167,5 @@ def test_without_the_library(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    with pytest.raises(RefusedImage, match="HEIF cannot be read here .*pip install pillow-heif"):
+    with pytest.raises(RefusedImage, match=r"HEIF cannot be read here .*pip install pillow-heif"):
         decoding.decode_with_format(io.BytesIO(encode(blocks(), "HEIF")), "x")

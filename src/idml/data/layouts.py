@@ -16,6 +16,7 @@ import numpy as np
 from idml.data.sources import Folder, Tar, Tree, open_tree
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif")
+_NAMED = 5  # files of other types that are named
 Part = Literal["train", "test", "gallery"]
 _SPLITS: dict[str, Part] = {"train": "train", "test": "test"}
 _STATUSES: dict[str, Part] = {"train": "train", "query": "test", "gallery": "gallery"}
@@ -136,6 +137,8 @@ def folder(path: Path) -> Listing:
         raise ValueError(f"there is no image in a sub-folder of {str(path)!r} ({' '.join(EXTENSIONS)})")
     labels = {name: label for label, name in enumerate(classes)}
     notes = []
+    if others := sorted(name for name in names if not name.lower().endswith(EXTENSIONS)):
+        notes.append(f"folder: {describe_others(others)}")
     if len(inside) < len(images):
         notes.append(f"folder: {format_count(len(images) - len(inside), 'image')} in no sub-folder left out")
     if links:
@@ -195,6 +198,16 @@ def natural(name: str) -> tuple[list[tuple[int, str]], str]:
     pieces = re.split("([0-9]+)", name)
     key = [(len(p.lstrip("0")), p.lstrip("0")) if i % 2 else (0, p) for i, p in enumerate(pieces)]
     return key, name
+
+
+def describe_others(names: Sequence[str]) -> str:
+    """Say how many files are not of a type that is read, and name the first of them.
+
+    >>> describe_others(["a/film.mov", "notes.txt"])
+    "2 files of other types left out ('a/film.mov', 'notes.txt')"
+    """
+    named = ", ".join(map(repr, names[:_NAMED])) + (", …" if len(names) > _NAMED else "")
+    return f"{format_count(len(names), 'file')} of other types left out ({named})"
 
 
 def format_count(number: int, noun: str) -> str:

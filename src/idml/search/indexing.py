@@ -1,9 +1,9 @@
 """`idml index`: add the images of a folder to a gallery, and bring them up to date on each run.
 
 The path of an item is the name of the folder in the gallery (`ImageRoots`) and the path below the folder; its id is a
-hash of that path. Its label is the first sub-folder of the path, if there is one. Hidden files, files without the
-extension of an image, and links to folders are skipped. Files are read in the order of their names, and each 64 are
-stored together: a kill loses at most the last 64, and the next run continues from there.
+hash of that path. Its label is the first sub-folder of the path, if there is one. Hidden files and links to folders are
+skipped, and so are files without the extension of an image, which are counted and named. Files are read in the order of
+their names, and each 64 are stored together: a kill loses at most the last 64, and the next run continues from there.
 
 Threads work on a few files each, one thread for each core: they read, decode and embed them. So no core waits while
 another one decodes, and the main thread only stores what they have made.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from idml.data.layouts import EXTENSIONS
+from idml.data.layouts import EXTENSIONS, describe_others
 from idml.embeddings import Embeddings
 from idml.parallel import run_in_threads
 from idml.progress import Count, Note, silent
@@ -35,13 +35,15 @@ _MAX_NAMED = 20  # unreadable images that get a line of their own
 
 @dataclass(frozen=True)
 class Indexed:
-    """How many images of a folder were added, replaced, unchanged, removed and unreadable."""
+    """How many images of a folder were added, replaced, unchanged, removed and unreadable; and other files."""
 
     new: int
     replaced: int
     unchanged: int
     removed: int
     broken: int
+    skipped: int = 0
+    """Files that are not of a type that is read."""
 
 
 def index_folder(
@@ -86,7 +88,9 @@ def index_folder(
         note(line)
     if indexer.broken > _MAX_NAMED:
         note(f"… {indexer.broken - _MAX_NAMED} more images cannot be read")
-    return Indexed(indexer.new, indexer.replaced, indexer.unchanged, removed, indexer.broken)
+    return Indexed(
+        indexer.new, indexer.replaced, indexer.unchanged, removed, indexer.broken, skipped=len(listing.others)
+    )
 
 
 def check_folder(folder: Path) -> None:
@@ -108,10 +112,11 @@ def _no_image(folder: Path) -> str:
 
 @dataclass
 class _Listing:
-    """The image files below a folder, the sub-folders that cannot be read (each ends with /), and notes."""
+    """The image files below a folder, sub-folders that cannot be read (each ends with /), other files, and notes."""
 
     names: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -138,10 +143,16 @@ def _list_images(root: str, gallery_folder: Path | None) -> _Listing:
                     open_folders.append(f"{prefix}{entry.name}/")
             elif os.path.isdir(entry):
                 links += 1
-            elif entry.name.lower().endswith(EXTENSIONS) and os.path.isfile(entry):
+            elif not os.path.isfile(entry):
+                continue
+            elif not entry.name.lower().endswith(EXTENSIONS):
+                listing.others.append(prefix + entry.name)
+            else:
                 listing.names.append(prefix + entry.name)
                 outside += not os.path.realpath(entry).startswith(f"{root.rstrip('/')}/")
     listing.names.sort()
+    if listing.others:
+        listing.notes.append(describe_others(sorted(listing.others)))
     if links:
         listing.notes.append(f"skipped {links} links to folders")
     if outside:

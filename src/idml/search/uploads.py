@@ -37,10 +37,10 @@ class Upload:
 
     ``decoded`` is the image if it has been decoded already, in a decoder process for example.
 
-    >>> Upload(b"no image", name="x").decode()
+    >>> Upload(b"no image", name="holiday.jpg").decode()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    idml.data.decoding.RefusedImage: cannot read the image 'x': it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, HEIF
+    idml.data.decoding.RefusedImage: cannot read the image 'holiday.jpg': it is none of JPEG, PNG, ...
     """
 
     data: bytes
