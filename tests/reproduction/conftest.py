@@ -37,5 +37,5 @@ def patterns(tmp_path, monkeypatch):
 def small(monkeypatch):
     """A regime in the place of ``frozen`` with two learning rates."""
     regime = Regime("frozen", SMALL, Speed(1000, 1, "a test"), rates=(1e-3, 1e-2), seeds=2)
-    monkeypatch.setitem(regimes._LAPTOP, "frozen", regime)
+    monkeypatch.setitem(regimes.LAPTOP, "frozen", regime)
     return regime

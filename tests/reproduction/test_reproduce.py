@@ -80,7 +80,7 @@ def test_one_step_on_real_images_with_random_weights(tmp_path, monkeypatch):
 
 def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeypatch, capsys):
     """One learning rate and one loss; tuning is tested with the runner."""
-    monkeypatch.setitem(regimes._LAPTOP, "frozen", dataclasses.replace(small, rates=(1e-3,)))
+    monkeypatch.setitem(regimes.LAPTOP, "frozen", dataclasses.replace(small, rates=(1e-3,)))
     whole = TABLES["table1"]
 
     def reduced(arms):
