@@ -46,7 +46,10 @@ def run(place, tmp_path, monkeypatch, capsys):
     shutil.copytree(place / "calibrated", "calibrated")
 
     def call(*arguments):
-        status = cli.main([*arguments])
+        try:
+            status = cli.main([*arguments])
+        except SystemExit as stop:  # the parser's
+            status = stop.code
         said = capsys.readouterr()
         assert "Traceback" not in said.err
         return status, said.out, said.err.splitlines()[-1:]
@@ -258,7 +261,7 @@ def test_results_are_reranked_by_position_maps(run):
     assert len(reply["results"]) == 3
     assert any("nothing is promised" in note for note in reply["notes"])
     for words, said in (
-        (["--rerank", "dilm"], "unknown re-ranker 'dilm'; did you mean 'diml'?"),
+        (["--rerank", "dilm"], "unknown rerank 'dilm'; did you mean 'diml'?"),
         (["--rerank", "diml", "--feedback", "right"], "--feedback judges answers for the next calibration"),
         (["--rerank", "diml", "--max-missed", "0.1"], "a search without re-ranking"),
         (["--rerank", "diml", "-k", "0"], "k must be a whole number above 0"),
