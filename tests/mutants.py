@@ -2,8 +2,8 @@
 
     python tests/mutants.py            write the page again
 
-mutmut keeps its state in mutants/, so a run that is interrupted goes on. A mutant counts as killed if a test fails, or if
-it makes a test endless. EQUIVALENT lists the survivors that behave as the original does, each with the reason; they
+mutmut keeps its state in mutants/, so a run that is interrupted goes on. A mutant counts as killed if a test fails, or
+if it makes a test endless. EQUIVALENT lists the survivors that behave as the original does, each with the reason; they
 count as survivors all the same. A module that was not run to the end is shown with what was run.
 """
 

@@ -175,7 +175,7 @@ def test_calibrations(calibration, data):
         assert "\n" not in str(error)
         return
     if found.searched != evidence.searched:  # of another search: a gallery refuses it
-        with pytest.raises(ValueError, match="^calibrated for "):
+        with pytest.raises(ValueError, match=r"^calibrated for "):
             found.probability(evidence)
         return
     p = found.probability(evidence)
