@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from idml.metric import IntrospectiveMetric
     from idml.model.model import load_model
     from idml.progress import Note, Progress
+    from idml.search.embed import embed_images as embed
     from idml.search.embedder import Runtime
     from idml.search.gallery import Gallery
     from idml.search.gallery_calibration import CalibrationResult
@@ -47,6 +48,7 @@ __all__ = [
     "audit",
     "build_loss",
     "calibrate",
+    "embed",
     "evaluate",
     "evaluate_retrieval",
     "evaluate_uncertainty",
@@ -61,6 +63,7 @@ _HOMES = {
     "IntrospectiveMetric": ("idml.metric", "IntrospectiveMetric"),
     "LabelSets": ("idml.labels", "LabelSets"),
     "build_loss": ("idml.losses", "build_loss"),
+    "embed": ("idml.search.embed", "embed_images"),
     "evaluate": ("idml.evaluation.evaluate", "evaluate_run"),
     "evaluate_retrieval": ("idml.evaluation.retrieval", "evaluate_retrieval"),
     "evaluate_uncertainty": ("idml.evaluation.uncertainty", "evaluate_uncertainty"),

@@ -22,8 +22,8 @@ from idml.records import format_figures
 
 Handler = Callable[[argparse.Namespace], int]
 _GALLERY = "a folder, or milvus://host:port/collection"
-_RUN = "a run directory, or 'pretrained'"
-_MILVUS_MODEL = "the run of a Milvus gallery"
+_RUN = "a run directory, 'pretrained', or timm:NAME for a network of timm"
+_MILVUS_MODEL = f"the model of a Milvus gallery: {_RUN}"
 _SPEC = "data set, as in idml train"
 _TABLES = {
     "table1": "seven losses, plain and with IDML; with --comparators, the other systems",
@@ -75,6 +75,7 @@ _ACTIONS = {
     "compact": "free the space of removed items",
     "backup": "copy a gallery in use to a file",
     "feedback": "show or delete judgements about answers",
+    "info": "describe the gallery, its model and the source of its weights",
 }
 _SHELLS = {
     "bash": "idml completion bash > ~/.local/share/bash-completion/completions/idml",
@@ -84,7 +85,7 @@ _SHELLS = {
 }
 _SHORT = ("gallery", "search", "export")  # commands that end too soon to use freed memory again
 _GROUPS = {
-    "your images": ("index", "calibrate", "search", "serve", "gallery"),
+    "your images": ("index", "calibrate", "search", "serve", "gallery", "embed"),
     "models": ("train", "evaluate", "audit", "export"),
     "what idml can do": ("demo", "reproduce"),
     "the shell": ("completion",),
@@ -147,6 +148,7 @@ def build_parser(chosen: list[str]) -> tuple[Parser, dict[str, Parser]]:
         "reproduce": _add_reproduce,
         "calibrate": _add_calibrate,
         "index": _add_index,
+        "embed": _add_embed,
         "gallery": _add_gallery,
         "search": _add_search,
         "serve": _add_serve,
@@ -185,6 +187,24 @@ def _add_runtime(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help=_RUNTIME_HELP,
     )
+
+
+def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--model", metavar="RUN", help=help)
+    parser.add_argument(
+        "--weights", metavar="FILE", help="with --model timm:NAME: its weights, a safetensors file (default: the hub)"
+    )
+
+
+def _chosen_model(options: argparse.Namespace) -> Any:
+    """The model named by --model and --weights: None, or what every function takes as a run."""
+    if options.model is None and options.weights is None:
+        return None
+    from idml.model.model import resolve_model
+
+    if options.model is None:
+        raise ValueError("--weights goes with --model timm:NAME, which names the network that the file is for")
+    return resolve_model(options.model, options.weights)
 
 
 def _print_result(result: dict[str, Any], as_json: bool, lines: list[str], report: object = None) -> None:
@@ -374,7 +394,7 @@ def _add_calibrate(commands: Any) -> None:
     parser.add_argument(
         "--unknown", type=float, metavar="X", default=0.25, help="share of queries that show nothing of it (0.25)"
     )
-    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
+    _add_model(parser, _MILVUS_MODEL)
     _add_runtime(parser)
 
 
@@ -386,7 +406,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             options.place,
             queries=options.queries,
             unknown=options.unknown,
-            run=options.model,
+            run=_chosen_model(options),
             runtime=options.runtime,
             progress=display.report,
             note=display.note,
@@ -399,7 +419,7 @@ def _add_index(commands: Any) -> None:
     parser = _add_command(commands, "index", _index, "add a folder of images to a gallery")
     parser.add_argument("images", metavar="IMAGES", help="a folder; its sub-folders are labels")
     parser.add_argument("--to", metavar="GALLERY", required=True, help=_GALLERY)
-    parser.add_argument("--model", metavar="RUN", help=f"{_RUN} (default: the gallery's own, or pretrained)")
+    _add_model(parser, f"{_RUN} (default: the gallery's own, or pretrained)")
     parser.add_argument(
         "--maps", action="store_true", help="also store position maps of all its images, for search --rerank diml"
     )
@@ -414,7 +434,7 @@ def _index(options: argparse.Namespace) -> int:
         check_folder(Path(options.images))  # before a gallery is made for nothing
     with (
         Display("indexing") as display,
-        open_or_create(options.to, options.model, runtime=options.runtime) as gallery,
+        open_or_create(options.to, _chosen_model(options), runtime=options.runtime) as gallery,
     ):
         counter = image_counter(display.report, "embedded")
         maps = None
@@ -438,8 +458,33 @@ def _index(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_embed(commands: Any) -> None:
+    parser = _add_command(commands, "embed", _embed, "write the embeddings of images to a file, for other programs")
+    parser.add_argument("images", metavar="IMAGES", help="a folder, whose sub-folders are labels, or one image")
+    parser.add_argument("--to", metavar="FILE", required=True, help="the file to write, such as photos.npz")
+    _add_model(parser, f"{_RUN} (default: pretrained)")
+    _add_runtime(parser)
+
+
+def _embed(options: argparse.Namespace) -> int:
+    from idml.search.embed import embed_images
+
+    with Display("embedding") as display:
+        result = embed_images(
+            options.images,
+            to=options.to,
+            model=_chosen_model(options) or "pretrained",
+            runtime=options.runtime,
+            progress=image_counter(display.report, "embedded"),
+            note=display.note,
+        )
+    words = f"{result['images']:,} images, {result['dimensions']} dimensions; {result['broken']:,} broken"
+    _print_result(result, options.json, [f"{options.to}: {words}, {result['skipped']:,} skipped"])
+    return 0
+
+
 def _add_gallery(commands: Any) -> None:
-    parser = _add_command(commands, "gallery", _gallery, "list, change, check or compact a gallery")
+    parser = _add_command(commands, "gallery", _gallery, "describe, list, change, check or compact a gallery")
     parser.add_argument("action", metavar="ACTION", choices=[*_ACTIONS], help="what to do\n" + list_choices(_ACTIONS))
     parser.add_argument("place", metavar="GALLERY", help=_GALLERY)
     parser.add_argument(
@@ -452,13 +497,13 @@ def _add_gallery(commands: Any) -> None:
     parser.add_argument(
         "--delete", action="store_true", help="for the action feedback: delete the judgements named, or all"
     )
-    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
+    _add_model(parser, _MILVUS_MODEL)
 
 
 def _gallery(options: argparse.Namespace) -> int:
     from idml.search.gallery import Gallery, open_engine
 
-    action, place, run = options.action, options.place, options.model
+    action, place, run = options.action, options.place, _chosen_model(options)
     if action in ("remove", "label"):
         if not options.ids:
             raise ValueError(f"name the items to {action}; 'idml gallery list {place}' shows their ids")
@@ -475,6 +520,11 @@ def _gallery(options: argparse.Namespace) -> int:
     with open_engine(place, run=run, write=action == "compact") as engine:
         if action == "feedback":
             _show_feedback(options, engine.properties)
+        elif action == "info":
+            from idml.search.info import describe_gallery, describe_words
+
+            info = describe_gallery(place, engine, run)
+            _print_result(info, options.json, describe_words(info))
         elif action == "list":
             listed = [{"id": i.id, "path": i.path, "label": i.label} for i in engine.items()]
             lines = [f"{i['id']}  {i['label'] or '-'}  {i['path']!r}" for i in listed]
@@ -539,7 +589,7 @@ def _add_search(commands: Any) -> None:
         "--max-missed", type=float, metavar="X", help="show results until at most this share of lists has no right one"
     )
     parser.add_argument("--rerank", choices=[*_RERANKINGS], help=_RERANK_HELP)
-    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
+    _add_model(parser, _MILVUS_MODEL)
     _add_runtime(parser)
 
 
@@ -554,7 +604,7 @@ def _search(options: argparse.Namespace) -> int:
         raise ValueError("--feedback judges answers for the next calibration, which is one without --rerank")
     targets = RiskTargets(max_error=options.max_error, max_missed=options.max_missed)
     images = [read_image(path) for path in options.images]
-    with Gallery.open(options.place, run=options.model, runtime=options.runtime) as gallery:
+    with Gallery.open(options.place, run=_chosen_model(options), runtime=options.runtime) as gallery:
         if options.rerank is not None:
             from idml.search.reranking import search_reranked
 
@@ -602,7 +652,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("place", metavar="GALLERY", help=_GALLERY)
     parser.add_argument("--host", metavar="H", default="127.0.0.1", help="address (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="P", default=8000, help="port (default 8000)")
-    parser.add_argument("--model", metavar="RUN", help=_MILVUS_MODEL)
+    _add_model(parser, _MILVUS_MODEL)
     _add_runtime(parser)
 
 
@@ -613,7 +663,7 @@ def _serve(options: argparse.Namespace) -> int:
         options.place,
         host=options.host,
         port=options.port,
-        run=options.model,
+        run=_chosen_model(options),
         runtime=options.runtime,
         note=_print_note,
     )

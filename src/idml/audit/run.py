@@ -29,7 +29,7 @@ from idml.evaluation.evaluate import ImageCounter, load_model_pixels
 from idml.files import write_atomic
 from idml.model import Model, build_model, fingerprint, load_model
 from idml.model.feature_cache import compute_features, load_features
-from idml.model.model import PRETRAINED
+from idml.model.model import PRETRAINED, resolve_model
 from idml.progress import Note, Progress, image_counter, silent
 from idml.records import Record
 from idml.report_html import drawing, page, picture, table
@@ -63,7 +63,7 @@ def audit_run(
     """List the images of ``data`` that the model in ``run`` finds likely mislabelled, duplicate or ambiguous.
 
     Args:
-        run: a run directory, or ``pretrained``: the default trunk without training.
+        run: a run directory, ``pretrained`` (the default trunk without training), or ``timm:NAME``.
         data: a SPEC as in `idml.data.datasets.load_dataset`; all of its images are audited.
         out: a folder for audit.csv, audit.json and report.html, and for the decisions of a review (decisions.csv).
         split: as in `load_dataset`; duplicates in different splits are reported as such.
@@ -90,10 +90,11 @@ def audit_run(
 
     counted = partial(image_counter, progress)
 
-    if run != PRETRAINED and images.parts[0][0] in ("train", "all"):
+    raw = str(run) == PRETRAINED or model.config.head == "none"
+    if not raw and images.parts[0][0] in ("train", "all"):
         keep("the model may have learned wrong labels of its training images: they rank lower than they should")
     parts = [load_model_pixels(model, part, counted, keep) for _, part in images.parts]
-    found = find_suspicious(_prepare_input(model, str(run) == PRETRAINED, images, parts, counted))
+    found = find_suspicious(_prepare_input(model, raw, images, parts, counted))
     for line in found.notes:
         keep(line)
     findings = _rank(found, images, decisions)
@@ -145,9 +146,9 @@ def _load_model(run: str | Path) -> tuple[Model, str]:
     if str(run) == PRETRAINED:
         model, name = build_model(), "the pretrained trunk"
     else:
-        model = load_model(run)
-        path = Path(run)
-        name = f"{path.name if path.is_dir() else path.parent.name} ({model.config.trunk}, model {fingerprint(run)})"
+        path = Path(resolve_model(run))
+        model = load_model(path)
+        name = f"{path.name if path.is_dir() else path.parent.name} ({model.config.trunk}, model {fingerprint(path)})"
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model, name
 

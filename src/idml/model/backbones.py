@@ -21,6 +21,8 @@ from idml.errors import unknown_name
 SMALL = "conv4"
 PACKAGED = "tf_efficientnet_lite0"
 _KERAS_MEAN = (123.68 / 255, 116.779 / 255, 103.939 / 255)
+Pooling = Literal["average+maximum", "timm"]
+"""How features become one vector: average plus maximum over positions, or as timm pools them for its classifier."""
 Form = Literal["timm", "keras"]
 """How a trunk with the name of a timm model is built: as timm builds it, or as Keras built its ResNet-50."""
 _BYTE_SCALE = 200.0
@@ -40,16 +42,25 @@ class Trunk(nn.Module):
     """A network and its pooling: images [n, c, h, w] in [0, 1] to features [n, ``width``].
 
     The pooled feature is the average plus the maximum over all positions (tokens, for a transformer, without its
-    class and register tokens). Images are normalised here with the mean and deviation the weights expect.
+    class and register tokens). With the ``pooling`` timm it is what the network's own classifier would read: a class
+    token, an average, or whatever the network was trained with. Images are normalised here with the mean and deviation
+    the weights expect.
     """
 
     mean: Tensor
     deviation: Tensor
 
     def __init__(
-        self, network: nn.Module, width: int, image_size: int, mean: tuple[float, ...], deviation: tuple[float, ...]
+        self,
+        network: nn.Module,
+        width: int,
+        image_size: int,
+        mean: tuple[float, ...],
+        deviation: tuple[float, ...],
+        pooling: Pooling = "average+maximum",
     ) -> None:
         super().__init__()
+        self.pooling = pooling
         # channels_last halves the time of a training step on a CPU
         self.network = cast(Any, network).to(memory_format=torch.channels_last)
         self.width, self.image_size = width, image_size
@@ -59,6 +70,9 @@ class Trunk(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the pooled features [n, width]."""
+        if self.pooling == "timm":
+            pooled: Tensor = self.network.forward_head(self._features(self.network, images), pre_logits=True)
+            return pooled
         positions = self.positions(images)
         return positions.mean(dim=1) + positions.amax(dim=1)
 
@@ -72,16 +86,21 @@ class Trunk(nn.Module):
 
     def positions_of(self, network: nn.Module, images: Tensor) -> Tensor:
         """The same for a network that expects the same images."""
-        images = images.contiguous(memory_format=torch.channels_last)
-        x: Tensor = cast(Any, network).forward_features((images - self.mean) / self.deviation)
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{type(network).__name__} gives several feature maps: it cannot be a trunk")
+        x = self._features(network, images)
         if x.ndim == 3:
             class_token = 1 if hasattr(network, "cls_token") else 0
             return x[:, int(getattr(network, "num_prefix_tokens", class_token)) :]
         if getattr(network, "output_fmt", "NCHW") == "NHWC":
             return x.flatten(1, 2)
         return x.flatten(2).transpose(1, 2)
+
+    def _features(self, network: nn.Module, images: Tensor) -> Tensor:
+        """Normalise images and return the network's features, as it gives them."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        x: Tensor = cast(Any, network).forward_features((images - self.mean) / self.deviation)
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{type(network).__name__} gives several feature maps: it cannot be a trunk")
+        return x
 
 
 class Conv4(nn.Module):
@@ -125,6 +144,7 @@ def build_trunk(
     in_chans: int = 3,
     image_size: int | None = None,
     form: Form = "timm",
+    pooling: Pooling = "average+maximum",
     weights: Weights | None = None,
 ) -> Trunk:
     """Build the trunk called ``name``; ``image_size`` defaults to the size its weights were trained on.
@@ -133,6 +153,8 @@ def build_trunk(
     """
     pretrained = pretrained and weights is None
     if name == SMALL:
+        if pooling != "average+maximum":
+            raise ValueError(f"{SMALL!r} has no pooling of its own; it is no network of timm")
         if pretrained:
             raise ValueError(f"{SMALL!r} has no pretrained weights: build it with pretrained=False")
         small = Conv4(in_chans)
@@ -159,7 +181,10 @@ def build_trunk(
     if weights is not None:
         classifier = settings.get("classifier") or ()
         load_weights(network, weights, (classifier,) if isinstance(classifier, str) else classifier, name)
-    return Trunk(network, int(network.num_features), image_size or settings["input_size"][-1], mean, deviation)
+    width = int(network.num_features)
+    if pooling == "timm":
+        width = int(getattr(network, "head_hidden_size", width))
+    return Trunk(network, width, image_size or settings["input_size"][-1], mean, deviation, pooling)
 
 
 def _move_strides(network: Any) -> None:
@@ -272,8 +297,8 @@ def read_weights(path: str | Path) -> Weights:
         return Weights(path, hashlib.file_digest(content, "sha256").hexdigest(), tensors)
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the metadata and the tensors of a file that is there; a pickle is refused unread."""
+def read_safetensors(path: Path, *, tensors: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata and, if wanted, the tensors of a file that is there; a pickle is refused unread."""
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb") as file:
@@ -283,7 +308,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise ValueError(f"{path} is a pickle (torch.save) file; idml reads only safetensors, which cannot run code")
     try:
         with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys() if tensors else []
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is not a sound safetensors file ({error})") from None
 

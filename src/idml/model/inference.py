@@ -88,6 +88,7 @@ def _export(model: Model, fingerprint: str) -> bytes:
         in_chans=config.in_chans,
         image_size=config.image_size,
         form=config.trunk_form,
+        pooling=config.pooling,
     )
     trunk.load_state_dict(model.trunk.state_dict())
     return export_trunk(trunk.eval(), config, fingerprint)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, full_precision
 from idml.errors import unknown_name
-from idml.files import write_atomic
+from idml.files import cache_folder, lock_file, write_atomic
 from idml.model.backbones import (
     PACKAGED,
+    SMALL,
     Form,
+    Pooling,
     Stages,
     Trunk,
     Weights,
@@ -32,15 +34,17 @@ from idml.model.backbones import (
 )
 from idml.model.branches import BRANCHINGS, build_branches
 from idml.model.heads import LinearHead, Slices, build_head
+from idml.model.weight_sources import find_source, require_hub, write_source
 
 FILE = "model.safetensors"
 PRETRAINED = "pretrained"
+TIMM = "timm:"  # before the name of a network of timm, used as it is, without heads
 PACKAGED_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 PACKAGED_FINGERPRINT = "30b1cd7dd80b5107"  # `hash_weights` of the trunk with the weights of that file
 LEARNED = "learned.json"  # beside the model file: the checksums of the images that the run learned from
 LOG_VARIANCE_START = -12.0  # at 512-d, noise of length 0.06 beside ‖μ‖ = 1
 LOG_VARIANCE_RANGE = (-14.0, 4.0)
-HEADS = ("linear", "slices", "logits", "parts", "logit_parts", "shared", "relations", "composed")
+HEADS = ("linear", "none", "slices", "logits", "parts", "logit_parts", "shared", "relations", "composed")
 LARGEST = {"embedding_dim": 65_536, "u_hidden": 65_536, "in_chans": 1024, "image_size": 4096, "maps": 256}
 MOST_SLICES = 1024
 START_LEVEL = 0.05  # mean ‖u‖ of the first batch; for log σ², the root mean square of what is added to −12
@@ -68,7 +72,7 @@ class ModelConfig:
     weights_sha256: str | None = None
     """SHA-256 of that file."""
     head: str = "linear"
-    """The semantic head: linear, or one with slices (`idml.model.heads`)."""
+    """The semantic head: linear, one with slices (`idml.model.heads`), or none: s is the trunk's features."""
     slices: tuple[str, ...] = ()
     """Names of the slices of s, which have equal sizes; none for a linear head."""
     training_slices: tuple[str, ...] = ()
@@ -77,6 +81,8 @@ class ModelConfig:
     """Whether the trunk has several branches: none, ensemble or attention (`idml.model.branches`)."""
     maps: int = 0
     """Side of the square map of positions that the loss reads beside the pooled features; 0: none."""
+    pooling: Pooling = "average+maximum"
+    """How the trunk pools its features; timm: as for its own classifier (see `Trunk`)."""
 
     def __post_init__(self) -> None:
         for name in ("slices", "training_slices"):  # JSON has lists
@@ -86,7 +92,7 @@ class ModelConfig:
             object.__setattr__(self, name, tuple(value))
         if self.head not in HEADS:
             raise ValueError(unknown_name("head", self.head, HEADS))
-        if (self.head == "linear") is bool(self.slices):
+        if (self.head in ("linear", "none")) is bool(self.slices):
             raise ValueError(f"a {self.head} head {'has no' if self.slices else 'needs the names of its'} slices")
         if len({*self.slices, *self.training_slices}) < len(self.slices) + len(self.training_slices):
             raise ValueError(f"the names of slices must differ, got {[*self.slices, *self.training_slices]}")
@@ -115,6 +121,8 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at most {largest:,}, got {getattr(self, name):,}")
         if self.u_hidden and self.uncertainty == "gaussian":
             raise ValueError("u_hidden goes with uncertainty='introspective': the Gaussian head is linear")
+        if self.pooling not in get_args(Pooling):
+            raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, got {self.pooling!r}")
         if self.trunk_form not in ("timm", "keras"):
             raise ValueError(f"trunk_form must be 'timm' or 'keras', got {self.trunk_form!r}")
         if self.trunk_form == "keras" and self.trunk.partition(".")[0] != "resnet50":
@@ -123,7 +131,9 @@ class ModelConfig:
     @property
     def network(self) -> str:
         """The trunk and its form: two networks that compute differently have different names."""
-        return self.trunk if self.trunk_form == "timm" else f"{self.trunk} ({self.trunk_form})"
+        forms: list[str] = [self.trunk_form] if self.trunk_form != "timm" else []
+        forms += ["its own pooling"] if self.pooling == "timm" else []
+        return f"{self.trunk} ({', '.join(forms)})" if forms else self.trunk
 
 
 @dataclass(frozen=True)
@@ -223,6 +233,14 @@ class UncertaintyHead(nn.Module):
             self.spread.copy_(torch.where(spread > 1e-6 * centre.abs(), spread, 1.0))
 
 
+class NoUncertainty(nn.Module):
+    """The place of the uncertainty head in a model without heads: u of no dimensions."""
+
+    def forward(self, features: Tensor, rows: BatchRows | None = None) -> Tensor:
+        """Return a tensor [n, 0]."""
+        return full_precision(features.new_zeros(len(features), 0))
+
+
 def _drop_half(x: Tensor, layer: str, rows: BatchRows | None) -> Tensor:
     """Return x with half of its entries set to 0, and the others doubled."""
     mask = rows.draw_mask(layer, x.shape[1]).to(x.device) if rows else torch.rand_like(x) < 0.5
@@ -260,6 +278,7 @@ class Model(nn.Module):
             in_chans=config.in_chans,
             image_size=config.image_size,
             form=config.trunk_form,
+            pooling=config.pooling,
             weights=weights,
         )
         if config.branching != "none":
@@ -269,8 +288,15 @@ class Model(nn.Module):
                 len(config.slices),
                 None if pretrained or weights is not None else (config.trunk, config.in_chans, config.trunk_form),
             )
-        self.config = dataclasses.replace(config, image_size=self.trunk.image_size)
-        self.semantic: Any = LinearHead(self.trunk.width, config.embedding_dim)
+        self.config = config = dataclasses.replace(config, image_size=self.trunk.image_size)
+        self.has_outputs = False
+        self.semantic: Any
+        self.uncertainty: Any
+        if config.head == "none":
+            self.config = dataclasses.replace(config, embedding_dim=self.trunk.width)
+            self.semantic, self.uncertainty = nn.Identity(), NoUncertainty()
+            return
+        self.semantic = LinearHead(self.trunk.width, config.embedding_dim)
         self.has_outputs = config.head != "linear" or config.maps > 0
         if self.has_outputs:
             self.semantic = build_head(
@@ -309,7 +335,7 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.uncertainty.linear.weight.device
+        return self.trunk.mean.device
 
     # ---- what a method's loss reads ----
 
@@ -439,7 +465,10 @@ def build_model(
     if unknown:
         raise ValueError(unknown_name("model option", unknown[0], sorted(known)))
     if weights is None:
-        return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained and trunk != "conv4")
+        pretrained = pretrained and trunk != SMALL
+        if pretrained and trunk != PACKAGED:
+            require_hub(trunk)
+        return Model(ModelConfig(trunk=trunk, **config), pretrained=pretrained)
     given = read_weights(weights)
     source = {"weights_file": given.path.name, "weights_sha256": given.sha256}
     form = config.pop("trunk_form", None) or find_form(trunk, given)
@@ -463,8 +492,17 @@ def save_model(model: Model, run: str | Path) -> Path:
     return folder / FILE
 
 
-def load_model(run: str | Path) -> Model:
-    """Load the model in the folder ``run`` (or in a file), ready for use. Only safetensors files are read."""
+def load_model(run: str | Path, *, weights: str | Path | None = None) -> Model:
+    """Load a model, ready for use. Only safetensors files are read.
+
+    Args:
+        run: a run folder, a model file, ``pretrained`` (the default trunk, without heads), or ``timm:NAME`` (see
+            `resolve_model`).
+        weights: a safetensors file with the weights of the network ``timm:NAME``.
+    """
+    run = resolve_model(run, weights)
+    if str(run) == PRETRAINED:
+        return Model(ModelConfig(head="none"), pretrained=True).eval()
     path = Path(run)
     path = path / FILE if path.is_dir() else path
     config, tensors = _read(path)
@@ -480,6 +518,47 @@ def load_model(run: str | Path) -> Model:
     return model.eval()
 
 
+def resolve_model(run: str | Path, weights: str | Path | None = None) -> str | Path:
+    """Return ``run``; for ``timm:NAME``, a folder in the cache with a model of that network as timm uses it.
+
+    The model has no heads: s is what timm's classifier would read. Its weights come from ``weights``, a safetensors
+    file, or from the hub; both are needed only once.
+    """
+    if not str(run).startswith(TIMM):
+        if weights is not None:
+            raise ValueError(f"weights go with a model {TIMM}NAME; {run} has its own")
+        return run
+    name = str(run).removeprefix(TIMM)
+    if not name or "/" in name:
+        raise ValueError(f"name a network of timm: {TIMM}NAME, such as {TIMM}resnet50; got {str(run)!r}")
+    key = name if weights is None else f"{name}-{read_weights(weights).sha256[:16]}"
+    folder = cache_folder() / "timm" / key
+    if not (folder / FILE).is_file():
+        model = _build_without_heads(name, weights)
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock_file(folder / ".lock"):
+            source = {"file": model.config.weights_file, "sha256": model.config.weights_sha256}
+            write_source(folder, find_source(name, pretrained=True, **source))
+            write_atomic(folder / LEARNED, b'{"trunk": "frozen", "images": []}\n')  # nothing of the user's
+            # the name of the file does not belong to the model: the same weights have the same fingerprint
+            model.config = dataclasses.replace(model.config, weights_file=None, weights_sha256=None)
+            save_model(model, folder)
+    return folder
+
+
+def _build_without_heads(name: str, weights: str | Path | None) -> Model:
+    """Build a network of timm as timm uses it, and try it on one image."""
+    try:
+        model = build_model(name, weights=weights, head="none", pooling="timm")
+        found = model.embed(torch.zeros(1, 3, model.trunk.image_size, model.trunk.image_size)).semantic
+    except (RuntimeError, TypeError, AttributeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the network {name!r} cannot embed images ({reason})") from None
+    if found.shape != (1, model.trunk.width):
+        raise ValueError(f"the network {name!r} gives no vector of {model.trunk.width} features for an image")
+    return model
+
+
 def _missing_model(path: Path) -> FileNotFoundError:
     return FileNotFoundError(f"there is no model at {path}; a run directory contains a {FILE}")
 
@@ -488,6 +567,17 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     if not path.is_file():
         raise _missing_model(path)
     metadata, tensors = read_safetensors(path)
+    return _parse_config(path, metadata), tensors
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read the configuration in a model file, without its weights."""
+    if not path.is_file():
+        raise _missing_model(path)
+    return _parse_config(path, read_safetensors(path, tensors=False)[0])
+
+
+def _parse_config(path: Path, metadata: dict[str, str]) -> ModelConfig:
     description = metadata.get("idml")
     if description is None:
         raise ValueError(f"{path} contains no idml model configuration; it was not written by idml")
@@ -495,7 +585,7 @@ def _read(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         values = json.loads(description)
         if values.pop("bound", None) is not None:
             raise ValueError("its option bound was removed: train the model again without it")
-        return ModelConfig(**values), tensors
+        return ModelConfig(**values)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} has a model configuration that this version cannot read ({reason})") from None
@@ -515,8 +605,8 @@ def fingerprint(path: str | Path) -> str:
 
 
 def fingerprint_of(run: str | Path) -> str:
-    """Return the fingerprint of the model in ``run``, which may be the word ``pretrained``."""
-    return pretrained_fingerprint() if str(run) == PRETRAINED else fingerprint(run)
+    """Return the fingerprint of the model in ``run``, which may also be ``pretrained`` or ``timm:NAME``."""
+    return pretrained_fingerprint() if str(run) == PRETRAINED else fingerprint(resolve_model(run))
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from idml.files import lock_file, write_atomic
 from idml.model.backbones import PACKAGED, build_trunk
-from idml.model.model import PRETRAINED, ModelConfig, fingerprint_of, load_model
+from idml.model.model import PRETRAINED, ModelConfig, fingerprint_of, load_model, resolve_model
 from idml.version import __version__
 
 FORMAT = "1"  # raise it when the meaning of an exported file changes: older files are then exported again
@@ -251,12 +251,15 @@ def require(*libraries: str) -> None:
 
 def _load_network(run: str | Path) -> tuple[_Network, ModelConfig, str]:
     """Load the network on the CPU, with its configuration and fingerprint."""
+    run = resolve_model(run)
     fingerprint = fingerprint_of(run)
     if str(run) == PRETRAINED:
         trunk = build_trunk(PACKAGED, pretrained=True)
         config = ModelConfig(PACKAGED, embedding_dim=trunk.width, image_size=trunk.image_size)
         return _Network(trunk, {}).eval(), config, fingerprint
     model = load_model(run)
+    if model.config.head == "none":
+        return _Network(model.trunk, {}).eval(), model.config, fingerprint
     size = model.trunk.image_size
     # a model that was never trained fixes the scale of u on its first image: the same one as in the torch embedder
     model.embed(torch.full((1, model.config.in_chans, size, size), 128, dtype=torch.uint8))

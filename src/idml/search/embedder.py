@@ -24,6 +24,7 @@ from idml.model.model import (
     fingerprint_of,
     load_model,
     pretrained_trunk,
+    resolve_model,
 )
 from idml.model.onnx import BATCH as ONNX_BATCH
 from idml.model.onnx import FORMAT, ONNX, OnnxFile, export_model, export_once, find_onnx, open_session, run_session
@@ -52,7 +53,7 @@ class Embedder(Protocol):
 
 
 def open_embedder(run: str | Path, *, runtime: Runtime = "auto", images: int = 0) -> Embedder:
-    """Open the embedder of a run folder, of a model.safetensors, or of ``pretrained`` (only the default trunk).
+    """Open the embedder of a run folder, a model.safetensors, ``pretrained`` (only the default trunk) or ``timm:NAME``.
 
     Args:
         run: the model.
@@ -62,6 +63,7 @@ def open_embedder(run: str | Path, *, runtime: Runtime = "auto", images: int = 0
     """
     if runtime not in get_args(Runtime):
         raise ValueError(f"unknown runtime {runtime!r}; use {', '.join(get_args(Runtime))}")
+    run = resolve_model(run)
     if runtime == "onnx":
         return OnnxEmbedder(run)
     if runtime == "torch" or best_device() != "cpu":
@@ -105,7 +107,8 @@ class _RunEmbedder:
         self._lock = threading.Lock()  # torch uses all cores for one batch: two at once are slower
         self._model: Model = load_model(path)
         self.trunk = self._model.trunk
-        self.dimensions = self.uncertainty = self._model.config.embedding_dim
+        self.dimensions = self._model.config.embedding_dim
+        self.uncertainty = 0 if self._model.config.head == "none" else self.dimensions
         self._model.to(best_device())
         grey, size = self._model.config.in_chans == 1, self._model.trunk.image_size
         self._prepare: Callable[[Image.Image], Tensor] = lambda image: prepare_image(image, size, grey=grey)

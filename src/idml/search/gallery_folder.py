@@ -6,6 +6,7 @@ The gallery holds copies of what it needs from the run, so the run is not needed
     GALLERY/model/pretrained                         … a file with the name of the trunk
     GALLERY/model/model.onnx                         the exported model, if the run has one
     GALLERY/model/config.yaml, learned.json          the options of the run and which images it learned from
+    GALLERY/model/source.json                        where the weights come from, and their licence
     GALLERY/calibration.json, calibration.html       what `idml calibrate` stores
     GALLERY/feedback.json                            what people said about answers
     GALLERY/position-maps.sqlite                     position maps for re-ranking, if there are any
@@ -24,15 +25,16 @@ from pathlib import Path
 
 from idml.files import lock_file, sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
-from idml.model.model import FILE, LEARNED, PRETRAINED
+from idml.model.model import FILE, LEARNED, PRETRAINED, resolve_model
 from idml.model.onnx import ONNX
+from idml.model.weight_sources import SOURCE
 from idml.search.uploads import EXTENSIONS
 
 MODEL = "model"
 CALIBRATION, REPORT, FEEDBACK = "calibration.json", "calibration.html", "feedback.json"
 POSITION_MAPS = "position-maps.sqlite"
 UPLOADS, ROOTS = "uploads", "roots.json"
-_OPTIONAL_FILES = (ONNX, "config.yaml", LEARNED)
+_OPTIONAL_FILES = (ONNX, "config.yaml", LEARNED, SOURCE)
 _UPLOAD_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -40,12 +42,14 @@ _UPLOAD_ID = re.compile("[0-9a-f]{32}")
 
 
 def run_folder(run: str | Path) -> Path:
-    """Return the folder of a run, given the folder or its model file."""
+    """Return the folder of a run, given the folder, its model file or ``timm:NAME``."""
+    run = resolve_model(run)
     return Path(run) if Path(run).is_dir() else Path(run).parent
 
 
 def copy_model(run: str | Path, folder: Path) -> None:
     """Copy the model of a run, its export, its options and what it learned from into the folder of a new gallery."""
+    run = resolve_model(run)
     path = Path(run)
     if str(run) == PRETRAINED:
         content = {PRETRAINED: f"{PACKAGED}\n".encode()}

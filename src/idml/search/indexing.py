@@ -29,7 +29,7 @@ from idml.search.uploads import EmbeddedImages, Upload, embed_uploads, find_inta
 
 _BATCH = 64
 _MAX_THREADS = 8  # each may hold a decoded image of 200 MB
-_MAX_BYTES = 1 << 30  # a larger file is not an image
+MAX_BYTES = 1 << 30  # a larger file is not an image
 _MAX_NAMED = 20  # unreadable images that get a line of their own
 
 
@@ -67,7 +67,7 @@ def index_folder(
     if not gallery.writable:
         raise ValueError(f"the gallery {gallery.location} is open for reading only")
     root = _find_root(folder)
-    listing = _list_images(root, None if gallery.roots is None else gallery.roots.folder)
+    listing = list_images(root, None if gallery.roots is None else gallery.roots.folder)
     prefix = f"{_root_name(gallery, root)}/"
     before = {item.path: item for item in gallery.items() if item.path.startswith(prefix)}
     if before and not listing.names:
@@ -95,7 +95,7 @@ def index_folder(
 
 def check_folder(folder: Path) -> None:
     """Raise an error of one line unless there is an image in the folder or below it."""
-    if not _list_images(_find_root(folder), None).names:
+    if not list_images(_find_root(folder), None).names:
         raise ValueError(_no_image(folder))
 
 
@@ -111,7 +111,7 @@ def _no_image(folder: Path) -> str:
 
 
 @dataclass
-class _Listing:
+class Listing:
     """The image files below a folder, sub-folders that cannot be read (each ends with /), other files, and notes."""
 
     names: list[str] = field(default_factory=list)
@@ -120,12 +120,12 @@ class _Listing:
     notes: list[str] = field(default_factory=list)
 
 
-def _list_images(root: str, gallery_folder: Path | None) -> _Listing:
+def list_images(root: str, gallery_folder: Path | None) -> Listing:
     """List all image files below ``root``, except those of the gallery itself."""
     own = None if gallery_folder is None else os.path.realpath(gallery_folder)
     if own is not None and f"{root}/".startswith(f"{own}/"):
         raise ValueError(f"the folder {root!r} belongs to the gallery itself")
-    listing, open_folders, links, outside = _Listing(), [""], 0, 0
+    listing, open_folders, links, outside = Listing(), [""], 0, 0
     while open_folders:
         prefix = open_folders.pop()
         try:
@@ -233,7 +233,7 @@ class _Indexer:
                 if path in known and self.before[path].checksum == image.checksum:
                     group.unchanged.append(path)
                     continue
-                group.items.append(Item(path, image.checksum, _label_of(name), _id_of(path)))
+                group.items.append(Item(path, image.checksum, label_of(name), _id_of(path)))
                 yield image
 
         group.embedded = embed_uploads(
@@ -245,10 +245,10 @@ class _Indexer:
         """Read a file; None if that fails. Only the item of a file that no longer exists is removed."""
         file = os.path.join(self.root, name)
         try:
-            if os.path.getsize(file) <= _MAX_BYTES:
+            if os.path.getsize(file) <= MAX_BYTES:
                 with open(file, "rb") as content:
-                    return Upload(content.read(_MAX_BYTES), name=name)
-            group.broken.append(f"cannot read the image {name!r}: it is larger than {_MAX_BYTES:,} bytes")
+                    return Upload(content.read(MAX_BYTES), name=name)
+            group.broken.append(f"cannot read the image {name!r}: it is larger than {MAX_BYTES:,} bytes")
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -275,7 +275,7 @@ class _Indexer:
                     self.note(reason)
 
 
-def _label_of(name: str) -> str | None:
+def label_of(name: str) -> str | None:
     """Return the first sub-folder of a name; bytes that are not UTF-8 are escaped."""
     first, slash, _ = name.partition("/")
     return os.fsencode(first).decode("utf-8", "backslashreplace") if slash else None

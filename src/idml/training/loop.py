@@ -28,6 +28,7 @@ from idml.model import Model, load_model, save_model
 from idml.model.backbones import check_trunk
 from idml.model.feature_cache import embed_view
 from idml.model.model import LEARNED
+from idml.model.weight_sources import find_source, write_source
 from idml.progress import Count, Note, Progress, image_counter, silent
 from idml.records import Record, format_figures
 from idml.training.batches import FrozenImages, FrozenStream, Stream, explain_killed_workers
@@ -283,6 +284,8 @@ def train(
             )
         save_model(best, run)
         write_learned(run, seen, config)
+        start = {"file": best.config.weights_file, "sha256": best.config.weights_sha256}
+        write_source(run, find_source(config.trunk, pretrained=config.pretrained, **start))
         if pages:
             write_report(run, config, metrics, test, embeddings.level)
         write_atomic(run / "metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
