@@ -283,7 +283,8 @@ def test_folder_takes_images_of_any_depth_and_passes_over_the_rest(tmp_path, tar
     assert names(data.test) == [f"dog\nold/{name}" for name in ("1.webp", "2.gif", "3.bmp", "4.tif", "ü b.TIFF")]
     assert [source.decode().getpixel((0, 0))[0] for source in data.train.sources] == [1, 2, 3]
     assert data.test.sources[-1].decode().getpixel((0, 0))[0] == 7
-    assert data.notes == ("folder: 1 image in no sub-folder left out",)
+    others = "folder: 2 files of other types left out ('cat/notes.txt', 'empty/readme.md')"
+    assert data.notes == (others, "folder: 1 image in no sub-folder left out")
 
 
 def test_an_outer_folder_of_a_tar_is_looked_through_only_if_it_holds_classes(tmp_path):

@@ -92,7 +92,7 @@ def test_only_changed_files_are_embedded_again(gallery, photos, monkeypatch):
     index_folder(gallery, photos)
     before = {item.path: item for item in gallery.items()}
     seen = Embedding(gallery.embedder, monkeypatch)
-    assert astuple(index_folder(gallery, photos)) == (0, 0, 8, 0, 0)
+    assert astuple(index_folder(gallery, photos)) == (0, 0, 8, 0, 0, 0)
     assert seen.count == 0
     write_picture(photos / "birds" / "1.png", 9)  # other content
     os.utime(photos / "birds" / "2.png")  # only touched
@@ -100,7 +100,7 @@ def test_only_changed_files_are_embedded_again(gallery, photos, monkeypatch):
     (photos / "cats" / "1.PNG").rename(photos / "birds" / "moved.png")
     write_picture(photos / "new" / "0.png", 5)
     gallery.relabel({before["photos/birds/0.png"].id: "eagle"})
-    assert astuple(index_folder(gallery, photos)) == (2, 1, 5, 2, 0)
+    assert astuple(index_folder(gallery, photos)) == (2, 1, 5, 2, 0, 0)
     assert seen.count == 3
     after = {item.path: item for item in gallery.items()}
     assert after["photos/birds/1.png"].checksum != before["photos/birds/1.png"].checksum
@@ -143,7 +143,7 @@ def test_unusual_file_names(gallery, tmp_path):
     assert labels[prefix + b"=cmd|x/'.png"] == "=cmd|x"
     assert set(labels) >= {prefix + name for name in names}
     assert all(gallery.image_file(item.id) is not None for item in gallery.items())
-    assert astuple(index_folder(gallery, tmp_path / "caf\u00e9")) == (0, 0, 7, 0, 0)
+    assert astuple(index_folder(gallery, tmp_path / "caf\u00e9")) == (0, 0, 7, 0, 0, 0)
     gallery.close()
     with Gallery.open(gallery.location) as reader:
         assert {os.fsencode(item.path): item.label for item in reader.items()} == labels
@@ -159,18 +159,19 @@ def test_files_that_are_not_images_are_named_and_skipped(gallery, photos, monkey
     (photos / ".hidden.png").write_bytes(encoded(picture(1)))
     write_picture(photos / ".trash" / "0.png", 1)
     lines = []
-    assert astuple(index_folder(gallery, photos, note=lines.append)) == (8, 0, 0, 0, 4)
-    assert len(lines) == 4
+    assert astuple(index_folder(gallery, photos, note=lines.append)) == (8, 0, 0, 0, 4, 1)
+    assert len(lines) == 5
+    assert lines[4] == "1 file of other types left out ('notes.txt')"
     assert "cannot read the image 'cats/broken.jpg': it is none of" in lines[0]
     assert lines[2].startswith(r"cannot read the image 'cut\n<b>.png': ")
     assert lines[3] == "cannot read the image 'large.png': it is larger than 1,073,741,824 bytes"
     assert all("\n" not in line for line in lines)
     monkeypatch.setattr(idml.search.indexing, "_MAX_NAMED", 2)
     lines.clear()
-    assert astuple(index_folder(gallery, photos, note=lines.append)) == (0, 0, 8, 0, 4)
-    assert lines[2:] == ["… 2 more images cannot be read"]
+    assert astuple(index_folder(gallery, photos, note=lines.append)) == (0, 0, 8, 0, 4, 1)
+    assert lines[3:] == ["… 2 more images cannot be read"]
     (photos / "top.png").write_bytes(b"it was an image once")
-    assert astuple(index_folder(gallery, photos)) == (0, 0, 7, 1, 5)
+    assert astuple(index_folder(gallery, photos)) == (0, 0, 7, 1, 5, 1)
 
 
 def test_links(gallery, photos, tmp_path):
@@ -183,7 +184,7 @@ def test_links(gallery, photos, tmp_path):
     (photos / "cats" / "nowhere.png").symlink_to("nothing")
     (photos / "cats" / "itself.png").symlink_to("itself.png")
     lines = []
-    assert astuple(index_folder(gallery, photos, note=lines.append)) == (10, 0, 0, 0, 0)
+    assert astuple(index_folder(gallery, photos, note=lines.append)) == (10, 0, 0, 0, 0, 0)
     assert lines == [
         "skipped 3 links to folders",
         "1 images are links to files outside the folder: only their thumbnails are shown",
@@ -221,7 +222,7 @@ def test_items_of_unreadable_files_stay(gallery, photos, closed):
     index_folder(gallery, photos)
     closed |= {"cats", "top.png"}
     lines = []
-    assert astuple(index_folder(gallery, photos, note=lines.append)) == (0, 0, 4, 0, 1)
+    assert astuple(index_folder(gallery, photos, note=lines.append)) == (0, 0, 4, 0, 1, 0)
     assert lines == [
         "cannot read the image 'top.png': Permission denied",
         "cannot read the folder 'cats/' (Permission denied); its images stay as they were",
@@ -270,7 +271,7 @@ def test_files_deleted_during_indexing(gallery, photos, monkeypatch):
         real(work, names)
 
     monkeypatch.setattr(idml.search.indexing._Indexer, "add_files", take)
-    assert astuple(index_folder(gallery, photos)) == (0, 0, 7, 1, 0)
+    assert astuple(index_folder(gallery, photos)) == (0, 0, 7, 1, 0, 0)
 
 
 def test_a_reader_cannot_index(gallery, photos, tmp_path):
@@ -282,7 +283,7 @@ def test_a_reader_cannot_index(gallery, photos, tmp_path):
 
 def test_an_empty_folder(gallery, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert astuple(index_folder(gallery, tmp_path / "empty")) == (0, 0, 0, 0, 0)
+    assert astuple(index_folder(gallery, tmp_path / "empty")) == (0, 0, 0, 0, 0, 0)
 
 
 def test_indexing_again_repairs_damage(gallery, photos, tmp_path):
@@ -292,7 +293,7 @@ def test_indexing_again_repairs_damage(gallery, photos, tmp_path):
     damage_value(tmp_path / "g", "vectors", "semantic", expected[2][0].id)
     with Gallery.open(gallery.location, write=True) as opened:
         assert len(opened.engine.verify()) == 1
-        assert astuple(index_folder(opened, photos)) == (0, 1, 7, 0, 0)
+        assert astuple(index_folder(opened, photos)) == (0, 1, 7, 0, 0, 0)
         assert opened.engine.verify() == []
         assert {row[0] for row in state(opened.engine)} == {row[0] for row in expected}
 
@@ -364,7 +365,7 @@ def test_killed_at_random_moments(run, tmp_path):
     (tmp_path / "photos" / "b" / "broken.png").write_bytes(b"no image")
     with Gallery.create(tmp_path / "whole", run) as gallery:
         begin = time.monotonic()
-        assert astuple(index_folder(gallery, tmp_path / "photos")) == (300, 0, 0, 0, 1)
+        assert astuple(index_folder(gallery, tmp_path / "photos")) == (300, 0, 0, 0, 1, 0)
         expected, takes = state(gallery.engine), time.monotonic() - begin
     chance, partly = random.Random(0), 0
     for _ in range(KILLS):
@@ -406,8 +407,8 @@ def test_milvus_separates_folders_by_their_full_path(gallery, photos, tmp_path):
     gallery.roots = None  # as it is in Milvus
     shutil.copytree(photos, tmp_path / "elsewhere" / "photos")
     assert index_folder(gallery, photos).new == 8
-    assert astuple(index_folder(gallery, tmp_path / "elsewhere" / "photos")) == (8, 0, 0, 0, 0)
-    assert astuple(index_folder(gallery, photos)) == (0, 0, 8, 0, 0)
+    assert astuple(index_folder(gallery, tmp_path / "elsewhere" / "photos")) == (8, 0, 0, 0, 0, 0)
+    assert astuple(index_folder(gallery, photos)) == (0, 0, 8, 0, 0, 0)
     names = {item.path.split("/")[0] for item in gallery.items()}
     assert len(names) == 2
     assert all(name.startswith("photos-") and len(name) == 15 for name in names)

@@ -60,8 +60,8 @@ def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):
         write_picture(tmp_path / "photos" / f"c{n % 2}" / f"{n}.png", n)
     write_picture(bytes(tmp_path / "photos") + b"/caf\xe9/x.png", 5)
     with Gallery.open(place, run=run, write=True) as gallery:
-        assert astuple(index_folder(gallery, tmp_path / "photos")) == (5, 0, 0, 0, 0)
+        assert astuple(index_folder(gallery, tmp_path / "photos")) == (5, 0, 0, 0, 0, 0)
         (tmp_path / "photos" / "c0" / "0.png").unlink()
-        assert astuple(index_folder(gallery, tmp_path / "photos")) == (0, 0, 4, 1, 0)
+        assert astuple(index_folder(gallery, tmp_path / "photos")) == (0, 0, 4, 1, 0, 0)
         assert gallery.status().items == len(gallery) == 604
         assert len(gallery_map(gallery, limit=20)) == 20
