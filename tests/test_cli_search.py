@@ -67,7 +67,8 @@ def result_of(answer):
 def test_from_a_folder_to_answers(run):
     made = result_of(run("index", "photos", "--model", "run", "--to", "g", "--json"))
     assert made == {
-        "new": 240, "replaced": 0, "unchanged": 0, "removed": 0, "broken": 0, "skipped": 0, "items": 240, "gallery": "g",
+        "new": 240, "replaced": 0, "unchanged": 0, "removed": 0, "broken": 0, "skipped": 0,
+        "items": 240, "gallery": "g",
     }  # fmt: skip
     assert "240 unchanged" in run("index", "photos", "--to", "g")[1]  # the gallery has its model
     assert run("index", "photos", "--to", "g")[1].splitlines()[-1] == "next: idml calibrate g"

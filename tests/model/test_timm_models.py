@@ -1,4 +1,4 @@
-"""Models by timm:NAME: features as timm gives them, weights checked, source and licence kept, one line without a hub."""
+"""Models by timm:NAME: features as timm gives them, weights checked, source and licence kept, mistakes in one line."""
 
 import json
 import urllib.error
