@@ -167,7 +167,7 @@ def test_the_largest_data_set_is_sampled_whole():
         ([0, 1], (0,), "batch_size must be 1 or larger"),
         ([0, 0, 0, 0, 1, 1], (4, 3), "batch_size 4 must be a multiple of per_class 3"),
         ([0, 0, 0, 0, 1, 1], (4, 0), "multiple of per_class 0"),
-        ([0, 0, 0, 0], (4, 2), "needs 2 classes, but there are 1$"),
+        ([0, 0, 0, 0], (4, 2), "needs 2 classes, but there are 1: training compares classes, so it needs two or more"),
         ([0, 0, 0, 0, 1, 1, 1, 1], (8, 2), "but there are 2: choose a batch_size of 4 or less"),
         ([0, 0, 0, 1, 2], (4, 2), "there are 1 with two images or more, and 2 of one image, left out"),
         ([0, 0, -1, 1], (2, 2), "0 or larger"),

@@ -33,6 +33,7 @@ WITH_LABELS = ("margin", "ratio", "entropy", "disagreement")
 NEIGHBOURS = 10  # the k above
 SEARCHED = f"{NEIGHBOURS} nearest, euclidean"
 
+ROUNDING = 1e-3  # smaller distances between unit vectors are rounding: the two pictures are the same
 _PROFILE = 1000  # images whose nearest distances describe a gallery
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from idml.calibration.cluster_bound import ClusterMoments
-from idml.calibration.evidence import Profile
+from idml.calibration.evidence import ROUNDING, Profile
 
 SMALLEST_RATE = 1e-9  # a smaller error rate would need more calibration queries than anybody has
 ERROR_RATES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)  # those that reports and the search page offer
@@ -428,7 +428,8 @@ def measure_drift(then: Profile, now: Profile) -> Drift:
 
     The guarantees cover a gallery that is up to 20 % larger or smaller. It has changed too much beyond that, or if the
     distribution of d₁ has moved by 0.1 or more (Kolmogorov–Smirnov) and the probability of chance is below 1 %. Large
-    galleries make every small move significant, so the size of the move counts too.
+    galleries make every small move significant, so the size of the move counts too. Distances that are mere rounding
+    count as 0.
 
     >>> measure_drift(Profile(100, (0.1, 0.2)), Profile(300, (0.1, 0.2))).reason
     'the gallery is 200 % larger than at calibration'
@@ -438,7 +439,8 @@ def measure_drift(then: Profile, now: Profile) -> Drift:
     from scipy.stats import ks_2samp
 
     ratio = now.size / then.size
-    test = ks_2samp(then.nearest, now.nearest, method="asymp")  # the exact test warns if it cannot be computed
+    d_then, d_now = ([d if d >= ROUNDING else 0.0 for d in profile.nearest] for profile in (then, now))
+    test = ks_2samp(d_then, d_now, method="asymp")  # the exact test warns if it cannot be computed
     distance, p = float(test.statistic), float(test.pvalue)
     reasons = []
     size = f"the gallery is {100 * abs(ratio - 1):.0f} % {'larger' if ratio > 1 else 'smaller'} than at calibration"

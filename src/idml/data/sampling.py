@@ -62,7 +62,11 @@ def class_batches(labels: Tensor, batch_size: int, per_class: int, *, seed: int,
             f"a batch of {batch_size} with {per_class} images per class needs {classes} classes, but there are "
             f"{len(sizes)}"
             + (f" with two images or more, and {lone} of one image, left out" if lone else "")
-            + (f": choose a batch_size of {len(sizes) * per_class} or less" if len(sizes) > 1 else "")
+            + (
+                f": choose a batch_size of {len(sizes) * per_class} or less"
+                if len(sizes) > 1
+                else ": training compares classes, so it needs two or more (split all trains on every class)"
+            )
         )
     left, batches = _groups_to_place((sizes + per_class - 1) // per_class, classes, generator)
     placed = torch.zeros_like(left)
@@ -107,5 +111,6 @@ def _checked(labels: Tensor, batch_size: int) -> Tensor:
     if not len(labels):
         raise ValueError("there are no images to make batches from")
     if len(labels) < batch_size:
-        raise ValueError(f"a batch needs {batch_size} images, but there are {len(labels)}")
+        hint = f"choose a batch_size of {len(labels)} or less"
+        raise ValueError(f"a batch needs {batch_size} images, but there are {len(labels)}: {hint}")
     return labels

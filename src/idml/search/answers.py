@@ -23,7 +23,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from idml.calibration.evidence import Evidence, Profile
+from idml.calibration.evidence import ROUNDING, Evidence, Profile
 from idml.calibration.risk_control import check_rate, conformal_p
 from idml.calibration.stored import Calibration
 
@@ -102,7 +102,7 @@ def answer_queries(
     if calibration is None:
         return _answer_uncalibrated(evidence, profile)
     probabilities, p_values = calibration.probability(evidence), calibration.novelty(evidence)
-    absent = calibration.absent(evidence, targets.max_rejected).tolist()
+    absent = (calibration.absent(evidence, targets.max_rejected) & (evidence.nearest >= ROUNDING)).tolist()
     promise = calibration.find_guarantee(targets.max_error, targets.confidence)
     reasons = _find_doubts(evidence, calibration)
     sizes: list[int | None] = [None] * len(evidence)
@@ -159,7 +159,7 @@ def _answer_uncalibrated(evidence: Evidence, profile: Profile | None) -> list[An
 
 
 def _answer_one_uncalibrated(i: int, evidence: Evidence, p: Tensor | None) -> Answer:
-    novelty = None if p is None else float(p[i])
+    novelty = None if p is None else float(p[i]) if float(evidence.nearest[i]) >= ROUNDING else 1.0
     agree = evidence.disagreement is not None and float(evidence.disagreement[i]) == 0
     if novelty is not None and novelty <= _FAR:
         return Answer(State.NOVEL, "far from everything (uncalibrated)", False, novelty=novelty)
