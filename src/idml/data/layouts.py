@@ -126,18 +126,20 @@ def folder(path: Path) -> Listing:
     tree = open_tree(path)
     names, links = tree.files()
     images = [name for name in names if name.lower().endswith(EXTENSIONS)]
+    others = sorted(name for name in names if not name.lower().endswith(EXTENSIONS))
     outer = {name.split("/")[0] for name in images}
     inner = {name.split("/")[1] for name in images if name.count("/") > 1}
     if isinstance(tree, Tar) and len(outer) == 1 and len(inner) > 1:
         prefix = f"{outer.pop()}/"
         tree, images = tree.below(prefix), [name.removeprefix(prefix) for name in images]
+        others = [name.removeprefix(prefix) for name in others]
     inside = sorted((name for name in images if "/" in name), key=natural)
     classes = sorted({name.split("/", 1)[0] for name in inside}, key=natural)
     if not classes:
         raise ValueError(f"there is no image in a sub-folder of {str(path)!r} ({' '.join(EXTENSIONS)})")
     labels = {name: label for label, name in enumerate(classes)}
     notes = []
-    if others := sorted(name for name in names if not name.lower().endswith(EXTENSIONS)):
+    if others:
         notes.append(f"folder: {describe_others(others)}")
     if len(inside) < len(images):
         notes.append(f"folder: {format_count(len(images) - len(inside), 'image')} in no sub-folder left out")
