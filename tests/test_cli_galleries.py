@@ -107,6 +107,7 @@ def test_photos_of_phones_are_indexed_searched_embedded_and_trained_on(run):
     status, _, err = run(f"train --data folder:phone --split all --out r {SMALL_RUN} --batch-size 8 --holdout 0")
     assert status == 0, err
     assert "1 file of other types left out ('c00/film.mov')" in err
+    assert json.loads(Path("r/source.json").read_text())["source"] == "random numbers"
     assert run("audit r --data folder:phone --split all --out audit")[0] == 0
 
 

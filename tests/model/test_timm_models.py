@@ -170,6 +170,7 @@ def test_what_timm_says_about_its_weights():
     source = find_source("vit_small_patch14_dinov2.lvd142m", pretrained=True)
     assert source.source == "https://huggingface.co/timm/vit_small_patch14_dinov2.lvd142m"
     assert source.license == "apache-2.0"
+    assert find_source("resnet50", pretrained=True, file="mine.safetensors", sha256="ab").sha256 == "ab"
 
 
 # -------------------- mistakes --------------------

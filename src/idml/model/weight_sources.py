@@ -107,8 +107,10 @@ def require_hub(name: str) -> None:
         except OSError:
             reachable = False
     if not reachable:
+        elsewhere = f"or download {file} from {constants.ENDPOINT}/{hub} elsewhere and give it with --weights FILE"
+        if file != "model.safetensors":  # of another library, with other names inside
+            elsewhere = "or give a file in timm's names with --weights FILE"
         raise ValueError(
             f"the weights of {name!r} are not on this machine, and the hub {constants.ENDPOINT} cannot be reached: "
-            f"connect once, or download {file} from {constants.ENDPOINT}/{hub} elsewhere and give it with "
-            f"--weights FILE; {PACKAGED!r} needs no hub"
+            f"connect once, {elsewhere}; {PACKAGED!r} needs no hub"
         )
