@@ -13,7 +13,7 @@ from idml.data.decoding import MIN_SIDE, Decoded, RefusedImage, container_of, de
 if TYPE_CHECKING:  # imported where it is used
     from torch import Tensor
 
-DECODE_SECONDS = 30.0  # for an image in a decoder process; 64 million pixels of HEIC take 4
+DECODE_SECONDS = 60.0  # for an image in a decoder process
 _MAX_BYTES = 1 << 30
 _PROCESSES = max(2, os.cpu_count() or 2)  # at a time
 
