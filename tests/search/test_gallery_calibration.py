@@ -6,7 +6,7 @@ import pytest
 import torch
 from synthetic_images import as_items, cloud, picture, save_run, write_picture
 
-from idml import Embeddings
+from idml import Embeddings, cli
 from idml.calibration import calibrate as figures_of
 from idml.calibration.stored import Calibration
 from idml.search import gallery_calibration
@@ -199,6 +199,40 @@ def test_calibrating_again_mends_a_gallery_that_doubled(labelled):
     with Gallery.open(place) as gallery:
         assert (gallery.status().drift, gallery.status().growth) == ("", "")
     assert len(labels) == 480
+
+
+def test_growth_through_the_command_line(run, tmp_path, capsys):
+    """20 % more images keep the promise and are said; twice as many void it; calibrating again mends it."""
+
+    def add(count):
+        for kind in range(24):
+            for number in range(count):
+                if not (path := tmp_path / "photos" / f"class{kind:02}" / f"{number}.png").exists():
+                    write_picture(path, kind, number)
+        assert cli.main(["index", str(tmp_path / "photos"), "--to", str(place), "--model", str(run)]) == 0
+
+    def ask():
+        capsys.readouterr()
+        assert cli.main(["search", str(place), str(tmp_path / "query.png"), "--max-error", "0.3", "--json"]) == 0
+        (reply,) = json.loads(capsys.readouterr().out)["replies"]
+        return reply["state"], reply["promised"], " ".join(reply["notes"])
+
+    place = tmp_path / "g"
+    write_picture(tmp_path / "query.png", 3, 100)
+    add(10)
+    assert cli.main(["calibrate", str(place)]) == 0
+    assert ask()[:2] == ("match", True)
+    add(12)
+    state, promised, notes = ask()
+    assert (state, promised) == ("match", True)
+    assert "20 % larger than at calibration; promises cover 20 %" in notes
+    add(20)
+    state, promised, notes = ask()
+    assert not promised
+    assert "100 % larger than at calibration" in notes
+    assert "nothing is promised until you calibrate again (idml calibrate)" in notes
+    assert cli.main(["calibrate", str(place)]) == 0
+    assert ask() == ("match", True, "")
 
 
 def test_a_damaged_calibration_can_be_replaced(labelled):
