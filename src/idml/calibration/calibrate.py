@@ -182,8 +182,9 @@ def describe_calibration(calibration: Calibration, figures: dict[str, Any], what
             "by about 9 of 10 calibrations, with fewer classes by fewer"
         )
     speaks = "ranks wrong answers better than chance" if calibration.level_speaks else "is no better than chance"
-    lines.append(
-        f"the uncertainty ‖u‖ {speaks} here, so it is {'' if calibration.level_speaks else 'not '}given as a reason"
-    )
+    if any(calibration.percentiles["level"]):  # the pretrained trunk has no u
+        lines.append(
+            f"the uncertainty ‖u‖ {speaks} here, so it is {'' if calibration.level_speaks else 'not '}given as a reason"
+        )
     lines.append(f"the promises cover a gallery that grows or shrinks by {GROWTH:.0%}; then calibrate again")
     return lines

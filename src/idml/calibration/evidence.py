@@ -1,6 +1,6 @@
 """What an answer rests on: the scores of a search from which P(right) is calculated.
 
-`build_evidence` is the only place where they are made. Search, calibration and the guarantee study all call it, so a
+`build_evidence` is the only place where they are made. Search, calibration and the study of promises all call it, so a
 query gets the same evidence everywhere. The scores come from the list of the k = 10 nearest images, d₁ ≤ … ≤ d_k, which
 every engine gives. Each score is larger where the answer is less certain:
 

@@ -31,7 +31,7 @@ from idml.search.indexing import index_folder
 from idml.training.config import from_dict
 from idml.training.loop import train
 
-TRAINED = "trained"
+TRAINED, GLYPHS = "trained", "glyphs"
 MODELS = (PRETRAINED, TRAINED)
 PARTS = ("photos", "known", "unknown")
 _UNKNOWN, _KNOWN = 0.2, 0.2  # the shares of classes, and of images of the others, that are kept out
@@ -74,7 +74,7 @@ def make_collection(data: str, model: str, folder: Path, *, report: Progress, no
         run = collection.run
         if not (run / "metrics.json").exists():
             photographs = {"data": f"folder:{photos}", "freeze_trunk": True}
-            options = {**(SETTINGS if data == "glyphs" else photographs), "out": str(run)}
+            options = {**(SETTINGS if data == GLYPHS else photographs), "out": str(run)}
             train(from_dict(options), resume=True, report=report, note=note)
     with open_or_create(collection.gallery, run or PRETRAINED) as gallery:
         index_folder(gallery, photos, progress=image_counter(report, "indexed"), note=note)
@@ -95,7 +95,7 @@ def split_images(images: ImageSet) -> dict[str, ImageSet]:
 def _load(spec: str) -> ImageSet:
     """All images of a data set; of glyphs, the test classes that share no image with another one."""
     dataset = load_dataset(spec)
-    if spec == "glyphs":
+    if spec == GLYPHS:
         groups = find_twin_groups(dataset.test)
         alone = (groups.bincount()[groups] == 1).nonzero().flatten().tolist()
         return dataset.test.of_classes(alone)

@@ -41,7 +41,7 @@ from idml.reproduction.promise_draws import (
     take_queries,
 )
 from idml.search.embedder import BATCH, Embedder
-from idml.search.gallery_calibration import MOST_QUERIES, GallerySource, search_known_and_unknown
+from idml.search.gallery_calibration import GallerySource, most_queries, search_known_and_unknown
 
 CALIBRATIONS, GROWN = 20, 8
 STAGES = ("at calibration", "20 % larger", "twice as large", "calibrated again")
@@ -114,7 +114,7 @@ def measure_fresh(population: Population, source: GallerySource, fresh: FreshIma
         sums: Sums = {}
         for number in range(CALIBRATIONS):
             order = torch.randperm(len(population), generator=random_stream("promises, fresh", number))
-            images = order[:MOST_QUERIES].sort().values
+            images = order[: most_queries(len(population))].sort().values
             drawn = Draw(images, population.labels[images], every, every > 0, every > 0)
             calibration = fit_queries(take_queries(population, drawn), unknown=share, seed=number, lists=False)
             add_sums(sums, count_answers(calibration, asked, share))
@@ -158,7 +158,11 @@ def _choose_asked(known: Tensor, number: int) -> Tensor:
 def _calibrate(source: GallerySource, inside: Tensor, share: float, seed: int) -> tuple[Calibration, Profile]:
     """Calibrate a gallery of some of the items, as `idml calibrate` does."""
     gallery, labels = source.embeddings[inside], source.labels[inside]
-    rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[:MOST_QUERIES].sort().values
+    rows = (
+        torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[: most_queries(len(labels))]
+        .sort()
+        .values
+    )
     queries = search_known_and_unknown(QueryPool(gallery[rows], labels[rows], gallery, labels, rows=rows))
     found = CalibrationQueries(queries, True, "")
     return fit_queries(found, unknown=share, seed=seed, lists=False), Profile.of(gallery)

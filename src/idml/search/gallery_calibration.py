@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Iterator[Embeddings]]
 """Embeds images by the heads of each fold: model folder, files, labels, learned, folds, progress."""
 
-MOST_QUERIES = 6000  # images that are queries
+_LEAST, _MOST, _PAIRS = 4000, 20_000, 4e8  # of images that are queries; of queries × images of the gallery
 ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
 _QUERIES = 50  # the smallest number that can be fitted
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
@@ -253,18 +253,28 @@ def collect_queries(
     seed: int = 0,
     refit: Refit | None = None,
     assign_folds: Callable[[Tensor, Tensor], Tensor] | None = None,
-    most: int = MOST_QUERIES,
+    most: int | None = None,
     originals: int = ORIGINALS,
 ) -> CalibrationQueries:
     """Find the queries of a calibration and search them: the user's in ``folder``, or the gallery's own.
 
-    ``most`` images of a labelled gallery are queries, or copies of ``originals`` images of one without labels.
+    ``most`` images of a labelled gallery are queries (by default `most_queries`), or copies of ``originals`` images of
+    one without labels.
     """
     if folder is not None:
         return _user_queries(source, Path(folder), unknown)
     if source.labelled:
-        return _labelled_queries(source, refit, assign_folds, seed, most)
+        return _labelled_queries(source, refit, assign_folds, seed, most or most_queries(len(source.items)))
     return _copied_queries(source, originals, seed)
+
+
+def most_queries(images: int) -> int:
+    """How many images of a gallery are queries, at most: fewer in a large gallery, where each costs more.
+
+    >>> most_queries(5000), most_queries(40_000), most_queries(1_000_000)
+    (20000, 10000, 4000)
+    """
+    return int(max(_LEAST, min(_MOST, _PAIRS // images)))
 
 
 def search_known_and_unknown(pool: QueryPool, *, unknown: bool = True) -> OpenSetQueries:

@@ -1,0 +1,162 @@
+"""The study of promises on made embeddings: draws against loops, kept and broken promises, tables, the page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy.stats import binom
+
+from idml import Embeddings
+from idml.calibration import risk_control
+from idml.calibration.calibrate import CalibrationQueries, fit_queries
+from idml.calibration.open_set import QueryPool
+from idml.data.sampling import random_stream
+from idml.progress import silent
+from idml.reproduction import promise_draws, promise_study
+from idml.reproduction.promise_draws import Curve, Population, draw, measure_draw, mixture, take_queries
+from idml.reproduction.promise_study import Cells, draw_many, write_between_marks
+from idml.reproduction.promise_tables import render_promises
+from idml.search.gallery_calibration import search_known_and_unknown
+
+
+def made(classes=60, each=8, seed=0):
+    """Classes in pairs, near each other to a different degree: some unknown classes are matched again and again."""
+    g = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes // 2, 16, generator=g).repeat_interleave(2, 0)
+    apart = 1.5 * torch.rand(classes, 1, generator=g)
+    labels = torch.arange(classes).repeat_interleave(each)
+    own = centres + apart * torch.randn(classes, 16, generator=g)
+    semantic = own[labels] + 0.6 * torch.randn(len(labels), 16, generator=g)
+    return Embeddings(semantic, torch.zeros(len(labels), 1)), labels
+
+
+@pytest.fixture(scope="module")
+def population():
+    embeddings, labels = made()
+    return Population.of(CalibrationQueries(search_known_and_unknown(QueryPool(embeddings, labels)), True, ""))
+
+
+def test_each_image_is_a_known_and_an_unknown_query(population):
+    queries = population.found.queries
+    assert (len(population), population.classes) == (480, 60)
+    assert bool(queries.known[population.known].all())
+    assert not bool(queries.known[population.unknown].any())
+    assert torch.equal(queries.labels[population.known], queries.labels[population.unknown])
+    level = queries.evidence.level  # of the query itself: the same for both
+    assert torch.equal(level[population.known], level[population.unknown])
+
+
+def test_draws_are_images_or_whole_classes(population):
+    one = draw(population, "image", 300, random_stream("x"))
+    assert len(one.images) == 300
+    assert set(one.fresh_known.nonzero().flatten().tolist()) == set(range(480)) - set(one.images.tolist())
+    assert torch.equal(one.groups, population.labels[one.images])
+    by_class = draw(population, "class", 10**9, random_stream("x"))
+    assert len(by_class.groups.unique()) == 60  # a class drawn twice is two classes
+    for group in by_class.groups.unique():
+        assert len(population.labels[by_class.images[by_class.groups == group]].unique()) == 1
+    drawn = population.labels[by_class.images].unique()
+    assert len(drawn) < 60
+    assert bool((population.labels[by_class.fresh_unknown][:, None] != drawn).all())
+    assert bool(torch.isin(population.labels[by_class.fresh_known], drawn).all())
+    times = population.labels[by_class.images].bincount(minlength=60) // 8
+    assert torch.equal(by_class.weights, times[population.labels].float())
+    assert len(draw(population, "class", 100, random_stream("x")).images) == 100
+
+
+def test_curves_against_loops():
+    g = torch.Generator().manual_seed(1)
+    p = torch.rand(60, generator=g, dtype=torch.float64).mul(10).round().div(10)  # with ties
+    known, wrong = torch.arange(60) < 40, torch.rand(60, generator=g) < 0.4
+    one, other = mixture(0.3, known.float(), (~known).float())
+    assert float(one.sum()) == pytest.approx(0.7)
+    assert float(other.sum()) == pytest.approx(0.3)
+    weights = (one + other).tolist()
+    curve, best = Curve.of(p, wrong.double(), one + other), dict.fromkeys((0.2, 0.4, 0.6), 0.0)
+    for threshold in sorted(set(p.tolist())):
+        inside = [i for i in range(60) if p[i] >= threshold]
+        answered, bad = sum(weights[i] for i in inside), sum(weights[i] for i in inside if wrong[i])
+        assert curve.at(threshold) == pytest.approx((answered, bad))
+        for rate in best:
+            if bad <= rate * answered:
+                best[rate] = max(best[rate], answered)
+    assert {rate: curve.best_coverage(rate) for rate in best} == pytest.approx(best)
+    assert curve.at(None) == (0.0, 0.0)
+
+
+def test_a_draw_is_measured_as_loops_do(population):
+    drawn = draw(population, "class", 10**9, random_stream("y"))
+    counts, classes = measure_draw(population, drawn, 0.25, 3)
+    assert classes == 30
+    calibration = fit_queries(take_queries(population, drawn), unknown=0.25, seed=3)
+    queries = population.found.queries
+    p = calibration.probability(queries.evidence).tolist()
+    threshold = calibration.find_guarantee(0.2).threshold
+    known = [(drawn.weights[i].item(), int(row)) for i, row in enumerate(population.known)]
+    total = sum(w for w, _ in known)
+    matched = [(w, row) for w, row in known if p[row] >= threshold]
+    answered = 0.75 * sum(w for w, _ in matched) / total
+    bad = 0.75 * sum(w for w, row in matched if not queries.correct[row]) / total
+    false = 0.25 * sum(p[int(row)] >= threshold for row in population.unknown) / len(population)
+    assert counts["0.2"]["coverage"] == pytest.approx(answered + false)
+    assert counts["0.2"]["broken"] == float(bad + false > 0.2 * (answered + false))
+    assert counts["0.2"]["coverage"] <= counts["0.2"]["coverage_oracle"] or counts["0.2"]["broken"]
+
+
+def test_promises_are_kept_and_a_broken_bound_is_noticed(population, monkeypatch):
+    """A bound that counts images, or one that promises what it saw, breaks more often than chance allows."""
+    found = draw_many(population, "class", 0.5, 40, silent)["rates"]
+    for rate in ("0.1", "0.2"):
+        assert binom.sf(found[rate]["broken"] - 1, 40, 0.12) > 0.01, rate  # 30 counted classes: about 12 %
+        assert found[rate]["coverage"] <= found[rate]["coverage_by_image"] + 1e-9
+    assert found["0.2"]["broken_by_image"] > found["0.2"]["broken"]
+    plain = risk_control.clustered_p_values
+    monkeypatch.setattr(
+        risk_control, "clustered_p_values", lambda moments, rate: [x / 10 for x in plain(moments, rate)]
+    )
+    broken = draw_many(population, "class", 0.5, 40, silent)["rates"]
+    assert binom.sf(broken["0.2"]["broken"] - 1, 40, 0.12) < 0.01
+
+
+def test_finished_cells_are_kept_and_shown(population, tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    page, out = tmp_path / "docs" / "calibration.md", tmp_path / "results"
+    page.write_text(f"before\n{promise_study.MARKS[0]}\nold\n{promise_study.MARKS[1]}\nafter\n")
+    cells = Cells(out / promise_study.FILE)
+    monkeypatch.setattr(promise_study, "load_population", lambda *_: population)
+    promise_study.measure_draws(cells, "made pretrained", [None], 2, silent, silent)
+    assert len(cells.read()) == 6
+    before = json.dumps(cells.read())
+    monkeypatch.setattr(promise_study, "load_population", None)
+    promise_study.measure_draws(cells, "made pretrained", [None], 2, silent, silent)  # nothing is missing
+    assert json.dumps(cells.read()) == before
+    shown = promise_study.study_promises(None, "pretrained", out, report=silent, note=silent)["table"]
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert shown in text
+    assert "480 images of 60 classes, 30 of them counted" in shown
+    assert shown.count("of 2 |") == 18
+    with pytest.raises(ValueError, match="lacks the lines"):
+        write_between_marks(tmp_path / "results" / promise_study.FILE, "x")
+
+
+def test_goals_that_are_missed_are_counted():
+    total = {"refused": 0.0, "broken": 50.0, "coverage": 20.0, "coverage_by_image": 22.0, "coverage_oracle": 40.0}
+    total |= {"fresh_answered": 20.0, "fresh_wrong": 2.0, "recognised": 10.0, "rejected": 5.0}
+    cell = {"draws": 200, "images": 5, "classes": 400, "counted_classes": 200.0, "right": 0.5}
+    rates = {f"{rate:g}": total for rate in promise_draws.RATES}
+    shown = render_promises({"draws cub pretrained by class 0.25": {**cell, "rates": rates}})
+    assert "in at most 50 of 200 draws of a row (goal 29), 25.0 % on average" in shown
+    assert "at least 0.50 × that of an oracle (below the goal in 2 of 2 rows)" in shown
+    assert "at least 0.91 × that of a bound by image (below the goal in 0 of 2 rows)" in shown
+
+
+def test_copies_are_drawn_by_picture(population):
+    copies = replace(population, found=replace(population.found, known_by_image=False, labelled=False))
+    drawn = draw(copies, "class", 10**9, random_stream("z"), classes_drawn=20)
+    assert len(drawn.groups.unique()) == 20
+    assert float(drawn.weights.min()) == 1
+    assert torch.equal(drawn.fresh_known, drawn.fresh_unknown)
