@@ -181,9 +181,12 @@ def _check_combinations(config: TrainConfig) -> None:
         raise ValueError(f"train {config.train} needs pretrained weights: a random trunk has nothing to keep")
 
 
-def fit_batch_size(config: TrainConfig, labels: "Tensor") -> TrainConfig:
-    """The options for these training labels: the default batch shrinks where there are too few classes to fill it."""
-    if not config.per_class or config.batch_size != TrainConfig.batch_size:
+def fit_batch_size(config: TrainConfig, labels: "Tensor", *, chosen: bool = False) -> TrainConfig:
+    """The options for these training labels: the default batch shrinks where there are too few classes to fill it.
+
+    With ``chosen``, a batch size that the user chose shrinks too.
+    """
+    if not config.per_class or (config.batch_size != TrainConfig.batch_size and not chosen):
         return config
     classes = int((labels.bincount() >= min(config.per_class, 2)).sum())
     fill = classes * config.per_class

@@ -2,8 +2,8 @@
 
 A model knows the classes that it has learned from too well to be calibrated on them. So these classes are put into two
 folds. For each fold the heads are trained as the run's were, without the fold's classes, and embed all images. Then
-every class is met by heads that have not learned from it. The options are those of the run, with one crop of each image
-and no held-out classes: a run is not selected, and its last epoch is taken.
+every class is met by heads that have not learned from it. The options are those of the run, with one crop of each image,
+no held-out classes (the last epoch is taken), and smaller batches where fewer classes cannot fill them.
 """
 
 import tempfile
@@ -23,7 +23,7 @@ from idml.embeddings import Embeddings
 from idml.model import load_model
 from idml.model.feature_cache import load_features
 from idml.progress import Progress, image_counter, silent
-from idml.training.config import TrainConfig, from_dict
+from idml.training.config import TrainConfig, fit_batch_size, from_dict
 from idml.training.loop import train
 
 
@@ -55,7 +55,7 @@ def refit_heads(
         subset = everything[rest].of_classes(classes.tolist())
         test = everything[held].of_classes(labels[held].unique().tolist())
         with tempfile.TemporaryDirectory() as out:
-            own = replace(config, out=out, holdout=0.0, crops=1)
+            own = fit_batch_size(replace(config, out=out, holdout=0.0, crops=1), subset.labels, chosen=True)
             train(own, dataset=Dataset("the gallery", subset, test), pages=False, report=progress)
             fitted = load_model(out)
         if features is None:  # the trunk is the same in all folds
