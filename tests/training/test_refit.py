@@ -36,7 +36,7 @@ def make_run(tmp_path):
             pixels = (pattern + noise.normal(0, 30, pattern.shape)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(tmp_path / "photos" / f"c{c}" / f"{n}.png")
     options = {"data": "folder:photos", "out": "run", "image_size": 32}
-    options |= {"embedding_dim": 8, "epochs": 1, "train": "heads", "split": "0.8", "holdout": 0.0, "batch_size": 16}
+    options |= {"batch_size": 32, "embedding_dim": 8, "epochs": 1, "train": "heads", "split": "0.8", "holdout": 0.0}
     train(from_dict(options), pages=False)
     return tmp_path
 
