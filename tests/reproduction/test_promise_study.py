@@ -11,6 +11,7 @@ from idml import Embeddings
 from idml.calibration import risk_control
 from idml.calibration.calibrate import CalibrationQueries, fit_queries
 from idml.calibration.open_set import QueryPool
+from idml.cli import main
 from idml.data.sampling import random_stream
 from idml.progress import silent
 from idml.reproduction import promise_draws, promise_study
@@ -119,7 +120,7 @@ def test_promises_are_kept_and_a_broken_bound_is_noticed(population, monkeypatch
     assert binom.sf(broken["0.2"]["broken"] - 1, 40, 0.12) < 0.01
 
 
-def test_finished_cells_are_kept_and_shown(population, tmp_path, monkeypatch):
+def test_finished_cells_are_kept_and_shown(population, tmp_path, monkeypatch, capsys):
     (tmp_path / "docs").mkdir()
     page, out = tmp_path / "docs" / "calibration.md", tmp_path / "results"
     page.write_text(f"before\n{promise_study.MARKS[0]}\nold\n{promise_study.MARKS[1]}\nafter\n")
@@ -139,6 +140,10 @@ def test_finished_cells_are_kept_and_shown(population, tmp_path, monkeypatch):
     assert shown in text
     assert "480 images of 60 classes, 30 of them counted" in shown
     assert shown.count("of 2 |") == 18
+    assert main(["reproduce", "promises", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{shown}\n"  # line by line
+    assert main(["reproduce", "u", "--model", "trained", "--out", str(out)]) == 2
+    assert "--model goes with promises, not with u" in capsys.readouterr().err
     with pytest.raises(ValueError, match="lacks the lines"):
         write_between_marks(tmp_path / "results" / promise_study.FILE, "x")
 

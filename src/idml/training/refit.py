@@ -2,8 +2,8 @@
 
 A model knows the classes that it has learned from too well to be calibrated on them. So these classes are put into two
 folds. For each fold the heads are trained as the run's were, without the fold's classes, and embed all images. Then
-every class is met by heads that have not learned from it. The options are those of the run, with one crop of each image,
-no held-out classes (the last epoch is taken), and smaller batches where fewer classes cannot fill them.
+every class is met by heads that have not learned from it. The options are those of the run, with one crop of each
+image, no held-out classes (the last epoch is taken), and smaller batches where fewer classes cannot fill them.
 """
 
 import tempfile
