@@ -168,9 +168,13 @@ def test_one_image(run):
 
 def test_no_image(run):
     Path("none").mkdir()
-    assert index(run, "none")["items"] == 0
-    refuse(run("calibrate g-none"), "has no image")
-    (reply,) = replies(run("search g-none photos/c03/3-1.png --json"))
+    refuse(run("index none --to g-none --model run"), "contains no image")
+    draw("one", 1, 1)
+    index(run, "one")
+    (item,) = json.loads(run("gallery list g-one --json")[1])["items"]
+    assert run(f"gallery remove g-one {item['id']}")[0] == 0
+    refuse(run("calibrate g-one"), "has no image")
+    (reply,) = replies(run("search g-one photos/c03/3-1.png --json"))
     assert (reply["state"], reply["reason"]) == ("not in the collection", "the collection is empty")
 
 
