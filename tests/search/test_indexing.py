@@ -283,7 +283,9 @@ def test_a_reader_cannot_index(gallery, photos, tmp_path):
 
 def test_an_empty_folder(gallery, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert astuple(index_folder(gallery, tmp_path / "empty")) == (0, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="empty' contains no image"):
+        index_folder(gallery, tmp_path / "empty")
+    assert len(gallery) == 0
 
 
 def test_indexing_again_repairs_damage(gallery, photos, tmp_path):
