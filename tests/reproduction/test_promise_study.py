@@ -15,8 +15,9 @@ from idml.cli import main
 from idml.data.sampling import random_stream
 from idml.progress import silent
 from idml.reproduction import promise_draws, promise_study
+from idml.reproduction.front_page import PROMISES
 from idml.reproduction.promise_draws import Curve, Population, draw, measure_draw, mixture, take_queries
-from idml.reproduction.promise_study import Cells, draw_many, write_between_marks
+from idml.reproduction.promise_study import Cells, draw_many
 from idml.reproduction.promise_tables import render_promises
 from idml.search.gallery_calibration import search_known_and_unknown
 
@@ -123,8 +124,8 @@ def test_promises_are_kept_and_a_broken_bound_is_noticed(population, monkeypatch
 def test_finished_cells_are_kept_and_shown(population, tmp_path, monkeypatch, capsys):
     (tmp_path / "docs").mkdir()
     page, out = tmp_path / "docs" / "calibration.md", tmp_path / "results"
-    page.write_text(f"before\n{promise_study.MARKS[0]}\nold\n{promise_study.MARKS[1]}\nafter\n")
-    cells = Cells(out / promise_study.FILE)
+    page.write_text("before\n<!-- promises -->\nold\n<!-- end of promises -->\nafter\n")
+    cells = Cells(out / PROMISES)
     monkeypatch.setattr(promise_study, "load_population", lambda *_: population)
     promise_study.measure_draws(cells, "made pretrained", [None], 2, silent, silent)
     assert len(cells.read()) == 6
@@ -144,8 +145,6 @@ def test_finished_cells_are_kept_and_shown(population, tmp_path, monkeypatch, ca
     assert capsys.readouterr().out == f"{shown}\n"  # line by line
     assert main(["reproduce", "u", "--model", "trained", "--out", str(out)]) == 2
     assert "--model goes with promises, not with u" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="lacks the lines"):
-        write_between_marks(tmp_path / "results" / promise_study.FILE, "x")
 
 
 def test_goals_that_are_missed_are_counted():

@@ -29,6 +29,7 @@ from idml.embeddings import Embeddings
 from idml.files import lock_file, write_atomic
 from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress
+from idml.reproduction.front_page import PROMISES, replace_between_marks
 from idml.reproduction.promise_collection import GLYPHS, Collection, make_collection
 from idml.reproduction.promise_copies import measure_unlabelled
 from idml.reproduction.promise_draws import DRAWS, SAMPLES, SHARES, Population, Sums, add_sums, draw, measure_draw
@@ -40,9 +41,7 @@ from idml.search.gallery import Gallery
 from idml.search.gallery_calibration import GallerySource, collect_queries, most_queries
 from idml.training.refit import assign_folds, refit_heads
 
-FILE = "promises.json"
-PAGE = "calibration.md"
-MARKS = ("<!-- promises: idml reproduce promises -->", "<!-- end of promises -->")
+PAGE, MARK = "calibration.md", "promises"
 
 
 class Cells:
@@ -71,7 +70,7 @@ def study_promises(
     data: str | None, model: str, out: Path, *, draws: int = DRAWS, report: Progress, note: Note
 ) -> dict[str, Any]:
     """Make what is missing for a data set and a model; write the tables of everything stored."""
-    cells = Cells(out / FILE)
+    cells = Cells(out / PROMISES)
     if data is not None:
         specs = data.split("+")
         folder = cells_folder(out) / "promises"
@@ -83,17 +82,8 @@ def study_promises(
     text = render_promises(cells.read())
     page = out.absolute().parent / "docs" / PAGE
     if page.exists():
-        write_between_marks(page, text)
+        write_atomic(page, replace_between_marks(page.read_text(), MARK, text).encode())
     return {"table": text, "cells": cells.read()}
-
-
-def write_between_marks(page: Path, text: str) -> None:
-    """Replace what stands between the marks of a page."""
-    before, first, rest = page.read_text().partition(MARKS[0])
-    _, last, after = rest.partition(MARKS[1])
-    if not (first and last):
-        raise ValueError(f"{page} lacks the lines {MARKS[0]} and {MARKS[1]}")
-    write_atomic(page, f"{before}{first}\n{text}\n{last}{after}".encode())
 
 
 # -------------------- draws --------------------
