@@ -72,7 +72,8 @@ def _start_anew() -> None:
     _pool = _Pool()
 
 
-os.register_at_fork(after_in_child=_start_anew)  # a forked process must not talk to its parent's decoders
+if hasattr(os, "register_at_fork"):  # a forked process must not talk to its parent's decoders
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 def _decode_elsewhere(data: bytes, name: str) -> Decoded:
