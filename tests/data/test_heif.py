@@ -9,9 +9,8 @@ import pytest
 from heif_files import encode, repeated_tile, with_size
 from PIL import Image
 
-from idml.data import decoder_process, decoding, images
-from idml.data.decoding import RefusedImage, container_of
-from idml.data.images import decode_image, load_square, read_image
+from idml.data import decoder_process, images
+from idml.data.images import RefusedImage, container_of, decode_image, load_square, read_image
 from idml.data.metadata import remove_metadata
 
 KINDS = ("HEIF", "AVIF")
@@ -120,7 +119,7 @@ def test_one_part_used_many_times_ends_at_the_deadline(monkeypatch):
 
 
 def test_memory_is_bounded(monkeypatch):
-    script = f"from idml.data import decoder_process as d; d.MAX_MEMORY = {300_000_000}; d.main()"
+    script = f"from idml.data import decoder_main as d; d.MAX_MEMORY = {300_000_000}; d.main()"
     command = (decoder_process.COMMAND[0], "-c", script)
     monkeypatch.setattr(images, "DecoderProcess", lambda: decoder_process.DecoderProcess(command))
     monkeypatch.setattr(images, "_pool", images._Pool())
@@ -131,7 +130,7 @@ def test_memory_is_bounded(monkeypatch):
 
 
 def test_nothing_of_these_formats_is_parsed_in_this_process(monkeypatch):
-    monkeypatch.setattr(decoding, "open_image", None)
+    monkeypatch.setattr(images, "open_image", None)
     assert decode_image(io.BytesIO(encode(blocks(), "HEIF")), "x").size == (96, 64)
 
 
@@ -168,4 +167,4 @@ def test_without_the_library(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     with pytest.raises(RefusedImage, match=r"HEIF cannot be read here .*pip install pillow-heif"):
-        decoding.decode_with_format(io.BytesIO(encode(blocks(), "HEIF")), "x")
+        images.decode_with_format(io.BytesIO(encode(blocks(), "HEIF")), "x")

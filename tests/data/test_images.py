@@ -11,11 +11,10 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from idml.data import decoding
+from idml.data import images as decoding
 from idml.data.augment import View
 from idml.data.datasets import ImageSet
-from idml.data.decoding import MAX_SCANS, MAX_SIDE
-from idml.data.images import load_square, read_image
+from idml.data.images import MAX_SCANS, MAX_SIDE, load_square, read_image
 from idml.data.pixel_cache import load_pixels
 from idml.data.sources import FileSource
 

@@ -11,8 +11,7 @@ from PIL import Image
 from service_client import client_of, picture, said, search
 
 from idml.data import decoder_process
-from idml.data.decoding import MAX_SIDE
-from idml.data.images import decode_image
+from idml.data.images import MAX_SIDE, decode_image
 from idml.server import service
 from idml.server.decoders import Decoders
 from idml.server.limits import Limits
@@ -20,9 +19,9 @@ from idml.server.responses import ApiError
 
 SPECIAL = """
 import os, time
-from idml.data import decoder_process
+from idml.data import decoder_main
 
-real = decoder_process.decode_with_format
+real = decoder_main.decode_with_format
 def decode(file, name):
     match file.getvalue():
         case b"hang":
@@ -30,12 +29,12 @@ def decode(file, name):
         case b"crash":
             os.abort()
         case b"key":
-            raise decoder_process.RefusedImage("content", str("IDML_API_KEY" in os.environ))
+            raise decoder_main.RefusedImage("content", str("IDML_API_KEY" in os.environ))
         case _:
             return real(file, name)
-decoder_process.decode_with_format = decode
-decoder_process.MAX_MEMORY = 300_000_000
-decoder_process.main()
+decoder_main.decode_with_format = decode
+decoder_main.MAX_MEMORY = 300_000_000
+decoder_main.main()
 """
 
 

@@ -1,35 +1,46 @@
 """A process that decodes images, so that a decoder that hangs, crashes or takes too much memory can be killed.
 
-`DecoderProcess` is the side of the caller. The process itself is ``python -m idml.data.decoder_process``: it imports
-Pillow alone, reads jobs from a socket (its standard input) and ends when the socket closes.
+`DecoderProcess` is the side of the caller. The process itself is ``python -m idml.data.decoder_main``. Of the large
+libraries it imports Pillow alone. It reads jobs from a socket (its standard input) and ends when the socket closes.
 
     job      length of the image (8 bytes), of its name (4 bytes); the name, the image
     reply    length (4 bytes), JSON: format, width and height, or refused and reason
     pixels   RGB, row by row, if the image was decoded
 """
 
-import io
 import json
 import os
-import resource
-import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 
-from idml.data.decoding import Decoded, RefusedImage, decode_with_format
-
-COMMAND = (sys.executable, "-m", "idml.data.decoder_process")
-MAX_MEMORY = 1_500_000_000  # bytes of address space; an image of 64 million pixels needs up to 1.1 GB
-_ORPHAN_SECONDS = 120  # a job of a caller that was killed ends after this time
+COMMAND = (sys.executable, "-m", "idml.data.decoder_main")
 _BAND = 1 << 22  # bytes of pixels that are copied at a time
-_READY = b"ready"
+READY = b"ready"
+
+
+Refusal = Literal["format", "size", "content"]
+
+
+class RefusedImage(ValueError):
+    """An image that is not decoded: of an unknown format, too large, or with broken content."""
+
+    def __init__(self, kind: Refusal, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: Refusal = kind
+
+
+class Decoded(NamedTuple):
+    """An RGB image and the format of its file."""
+
+    image: Image.Image
+    format: str
 
 
 class DecoderDied(Exception):
@@ -107,23 +118,23 @@ class _Child:
     def decode(self, data: bytes, name: str) -> dict[str, Any]:
         with self._lock:
             if not self.ready:
-                _receive(self._channel, len(_READY))
+                receive(self._channel, len(READY))
                 self.ready = True
             called = name.encode("utf-8", "surrogateescape")
             self._channel.sendall(struct.pack(">QI", len(data), len(called)) + called)
             self._channel.sendall(data)
-            (length,) = struct.unpack(">I", _receive(self._channel, 4))
-            reply: dict[str, Any] = json.loads(bytes(_receive(self._channel, length)))
+            (length,) = struct.unpack(">I", receive(self._channel, 4))
+            reply: dict[str, Any] = json.loads(bytes(receive(self._channel, length)))
             return reply
 
     def read_pixels(self, width: int, height: int) -> Image.Image:
         with self._lock:
-            bands = list(_bands(width, height))
+            bands = list(split_rows(width, height))
             if len(bands) == 1:
-                return Image.frombytes("RGB", (width, height), _receive(self._channel, 3 * width * height))
+                return Image.frombytes("RGB", (width, height), receive(self._channel, 3 * width * height))
             image = Image.new("RGB", (width, height))
             for top, rows in bands:
-                band = Image.frombytes("RGB", (width, rows), _receive(self._channel, 3 * width * rows))
+                band = Image.frombytes("RGB", (width, rows), receive(self._channel, 3 * width * rows))
                 image.paste(band, (0, top))
             return image
 
@@ -134,7 +145,8 @@ class _Child:
             self._channel.close()
 
 
-def _receive(channel: socket.socket, size: int) -> bytearray:
+def receive(channel: socket.socket, size: int) -> bytearray:
+    """Receive this many bytes; the end of the socket is an EOFError."""
     data = bytearray(size)
     view, place = memoryview(data), 0
     while place < size:
@@ -145,51 +157,8 @@ def _receive(channel: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _bands(width: int, height: int) -> Iterator[tuple[int, int]]:
+def split_rows(width: int, height: int) -> Iterator[tuple[int, int]]:
     """Iterate over the first row and the number of rows of each band."""
     rows = max(1, _BAND // (3 * width))
     for top in range(0, height, rows):
         yield top, min(rows, height - top)
-
-
-# -------------------- the process --------------------
-
-
-def main() -> None:
-    """Decode images until the socket at standard input closes."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which then closes the socket
-    channel = socket.socket(fileno=0)
-    channel.sendall(_READY)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print what they think of broken images
-    while True:
-        try:
-            length, letters = struct.unpack(">QI", _receive(channel, 12))
-            name = _receive(channel, letters).decode("utf-8", "surrogateescape")
-            _do_job(channel, _receive(channel, length), name)
-        except (EOFError, OSError):
-            return
-
-
-def _do_job(channel: socket.socket, data: bytearray, name: str) -> None:
-    signal.alarm(_ORPHAN_SECONDS)  # kills the process, also within a decoder's C code
-    try:
-        image, format = decode_with_format(io.BytesIO(data), name)
-    except RefusedImage as error:
-        _send(channel, {"refused": error.kind, "reason": str(error)})
-        return
-    finally:
-        signal.alarm(0)
-    _send(channel, {"format": format, "width": image.width, "height": image.height})
-    for top, height in _bands(image.width, image.height):
-        channel.sendall(image.crop((0, top, image.width, top + height)).tobytes())
-
-
-def _send(channel: socket.socket, reply: dict[str, object]) -> None:
-    text = json.dumps(reply).encode()
-    channel.sendall(struct.pack(">I", len(text)) + text)
-
-
-if __name__ == "__main__":
-    main()

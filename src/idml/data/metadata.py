@@ -8,8 +8,7 @@ JPEG.
 import io
 import warnings
 
-from idml.data.decoding import container_of, open_image
-from idml.data.images import decode_image
+from idml.data.images import container_of, decode_image, open_image
 
 _ORIENTATION = 0x0112
 _PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt", b"tIME")

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from idml.data.decoding import MIN_SIDE
-from idml.data.images import decode_image
+from idml.data.images import MIN_SIDE, decode_image
 
 
 class Source(Protocol):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from idml.data.decoding import Decoded, container_of, open_image
-from idml.data.images import decode_image
+from idml.data.decoder_process import Decoded
+from idml.data.images import container_of, decode_image, open_image
 from idml.embeddings import Embeddings
 from idml.search.embedder import BATCH, Embedder
 from idml.search.engines import DamagedGallery, Engine
@@ -40,7 +40,7 @@ class Upload:
     >>> Upload(b"no image", name="holiday.jpg").decode()  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    idml.data.decoding.RefusedImage: cannot read the image 'holiday.jpg': it is none of JPEG, PNG, ...
+    idml.data.decoder_process.RefusedImage: cannot read the image 'holiday.jpg': it is none of JPEG, PNG, ...
     """
 
     data: bytes

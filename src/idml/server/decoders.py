@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from idml.data import decoder_process
-from idml.data.decoder_process import DecoderDied, DecoderProcess
-from idml.data.decoding import FORMATS, MAX_PIXELS, MAX_SIDE, Decoded, RefusedImage
+from idml.data.decoder_process import Decoded, DecoderDied, DecoderProcess, RefusedImage
+from idml.data.images import FORMATS, MAX_PIXELS, MAX_SIDE
 from idml.server.limits import Budget, Limits
 from idml.server.responses import ApiError, shutting_down
 

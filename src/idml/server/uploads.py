@@ -15,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from idml.data.decoding import FORMATS, MAX_PIXELS, container_of, open_image
+from idml.data.images import FORMATS, MAX_PIXELS, container_of, open_image
 from idml.data.metadata import remove_metadata
 from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
