@@ -159,7 +159,7 @@ def test_bad_input_is_one_line():
     embeddings, _, given = planted()
     with pytest.raises(ValueError, match="all images have the same class: there is no other label"):
         score_labels(embeddings, torch.zeros(len(given), dtype=torch.long))
-    with pytest.raises(ValueError, match="unknown score 'knn'; did you mean"):
+    with pytest.raises(ValueError, match="unknown score 'knn' \\(one of disagreement"):
         score_labels(embeddings, given, score="knn")
     with pytest.raises(ValueError, match=r"one whole number for each of 32 images, got \[3\] labels"):
         score_labels(embeddings, given[:3])

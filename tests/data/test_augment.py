@@ -376,7 +376,7 @@ X, Y = some_images(4), torch.arange(4)
     ("call", "message"),
     [
         (lambda: apply_ambiguity(X, Y, ["mixupp"], seed=0, epoch=0, step=0), "'mixupp'; did you mean 'mixup'"),
-        (lambda: apply_ambiguity(X, Y, "occlude", seed=0, epoch=0, step=0), "did you mean 'occlusion'"),
+        (lambda: apply_ambiguity(X, Y, "oclusion", seed=0, epoch=0, step=0), "did you mean 'occlusion'"),
         (lambda: with_mixtures(X, Y, "blur", stream(0)), "unknown kind of ambiguity 'blur'"),
         (lambda: apply_ambiguity(X, Y[:3], [], seed=0, epoch=0, step=0), "4 images but 3 labels"),
         (lambda: mixup(X, Y[:3], stream(0)), "4 images but 3 labels"),

@@ -69,7 +69,10 @@ Y = torch.tensor([0, 0, 1, 1, 2, 2])
     ("make", "words"),
     [
         (lambda: build_loss("contrastiv"), "unknown loss 'contrastiv'; did you mean 'contrastive'"),
-        (lambda: build_loss("contrastive", margn=1), "unknown parameter 'margn' of Contrastive; did you mean"),
+        (
+            lambda: build_loss("contrastive", negativ_margin=1),
+            "unknown parameter 'negativ_margin' of Contrastive; did you mean",
+        ),
         (lambda: build_loss("proxy_anchor"), "needs num_classes and embedding_dim"),
         (lambda: build_loss("proxy_anchor", num_classes=0, embedding_dim=4), "num_classes must be a positive"),
         (lambda: build_loss("softmax", num_classes=3, embedding_dim=2.5), "embedding_dim must be a positive"),

@@ -271,7 +271,7 @@ def test_a_run_directory_that_cannot_be_written(runs, tmp_path, place):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learning_rate: 1.0", "unknown option 'learning_rate'; did you mean"),
+        ("learning_rate: 1.0", "unknown option 'learning_rate' (idml train --help lists them)"),
         ("- data: glyphs", "must hold options as 'name: value' lines"),
         ("lr: [1", "is not a YAML file"),
         ("ambiguity: null", "ambiguity"),

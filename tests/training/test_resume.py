@@ -31,6 +31,11 @@ def final(out):
     return {k: v.numpy().tobytes() for k, v in tensors.items()}, (out / "model.safetensors").read_bytes()
 
 
+def resume_if_begun(out):
+    """--resume without a run is an error."""
+    return ["--resume"] if out.exists() else []
+
+
 def steps_logged(out):
     try:
         return (out / "log.jsonl").read_text().count('"loss"')
@@ -47,7 +52,7 @@ def test_killed_and_resumed_is_bit_identical(options, tmp_path, workers):
     torn, kills = tmp_path / "torn", 0
     total = steps_logged(whole)
     for target in sorted(chance.sample(range(1, total), min(KILLS, total - 1))):
-        process = start(command(options, torn, "--resume"))
+        process = start(command(options, torn, *resume_if_begun(torn)))
         while process.is_alive() and steps_logged(torn) < target:
             time.sleep(0.005)
         time.sleep(chance.random() * 0.03)
@@ -70,7 +75,7 @@ def test_killed_inside_a_checkpoint_write(options, tmp_path):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     assert run(command(options, whole)) == 0
     for n in (1, 2):
-        assert run(command(options, torn, "--resume"), torn=n) == -signal.SIGKILL
+        assert run(command(options, torn, *resume_if_begun(torn)), torn=n) == -signal.SIGKILL
     assert run(command(options, torn, "--resume")) == 0
     assert final(torn) == final(whole)
 
