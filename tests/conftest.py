@@ -9,6 +9,7 @@ from hypothesis import settings
 from PIL import Image
 from safetensors.torch import load_file
 
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its handlers sometimes break a child that is just starting
 settings.register_profile("idml", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("idml")
 torch.set_num_threads(1)  # the tests' tensors are small: a second thread costs more than it brings

@@ -32,6 +32,7 @@ from idml.files import cache_folder
 
 VERSION = "2.3.5"
 WAIT = 600  # seconds until a server must have started
+LAUNCHES = 3
 
 
 def missing():
@@ -135,6 +136,22 @@ class Server:
     def start(self):
         """Start and wait until it answers; the password is changed the first time."""
         programs, output = binaries(), self.folder / "logs" / "output.txt"
+        deadline = time.monotonic() + WAIT
+        self._launch(programs, output)
+        launches = 1
+        while not self.healthy():
+            if self.process.poll() is not None and launches < LAUNCHES:  # a fork beside gRPC's threads may fail
+                self._launch(programs, output)
+                launches += 1
+            elif self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"Milvus did not start: {output.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.05)
+        if not self.token:
+            self.choose_password()
+        return self
+
+    def _launch(self, programs, output):
         with output.open("ab") as file:
             self.process = subprocess.Popen(
                 # without its own alias a second server on this machine would be refused
@@ -150,15 +167,6 @@ class Server:
                 },
                 preexec_fn=die_with_parent,
             )
-        deadline = time.monotonic() + WAIT
-        while not self.healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError(f"Milvus did not start: {output.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.05)
-        if not self.token:
-            self.choose_password()
-        return self
 
     def healthy(self):
         try:

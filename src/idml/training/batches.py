@@ -64,11 +64,12 @@ def explain_killed_workers() -> Iterator[None]:
     """Say in one line that a worker process was killed, by the system for want of memory for example.
 
     torch raises its error in whatever the main thread does at that moment.
+    The connection to the process may break before that.
     """
     try:
         yield
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
         raise OSError("a process that prepares batches was killed; continue with --resume") from None
 
