@@ -4,7 +4,7 @@ An implementation of *Introspective Deep Metric Learning for Image Retrieval*. T
 use, so ``import idml`` is cheap.
 
     train, evaluate, audit         train a model, measure it, look for label errors with it
-    load_model                     embed images
+    load_model, embed              embed images; write embeddings to a file
     index, Gallery, calibrate      a collection of images to search, and what its answers may promise
     Embeddings, LabelSets, IntrospectiveMetric, build_loss
                                    the parts of the method, for your own training loop

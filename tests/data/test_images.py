@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from idml.data import images as decoding
+from idml.data import images
 from idml.data.augment import View
 from idml.data.datasets import ImageSet
 from idml.data.images import MAX_SCANS, MAX_SIDE, load_square, read_image
@@ -181,7 +181,7 @@ def test_many_deep_pixels_take_little_memory(shape, kind):
     image = Image.fromarray(values)
     tracemalloc.start()
     try:
-        found = decoding._grey(image)
+        found = images._grey(image)
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -270,7 +270,7 @@ def test_missing(tmp_path):
 
 
 def test_pixel_limit(saved, monkeypatch):
-    monkeypatch.setattr(decoding, "MAX_PIXELS", 100)
+    monkeypatch.setattr(images, "MAX_PIXELS", 100)
     assert read_image(saved(Image.new("RGB", (20, 5)), "just.png")).size == (20, 5)
     refused(saved(Image.new("RGB", (11, 10)), "over.png"), "11×10 pixels, more than 100")
 
@@ -382,7 +382,7 @@ def test_scans_behind_padding_are_counted(padding):
     data = with_scans(200)
     scan = data[data.rindex(b"\xff\xda") : -2]
     padded = data.replace(scan, padding + scan)
-    assert decoding.count_scans(io.BytesIO(padded)) == 206
+    assert images.count_scans(io.BytesIO(padded)) == 206
 
 
 def test_sides_and_tiles_are_bounded(saved, tmp_path):
@@ -408,9 +408,9 @@ def tiled_tiff(side):
 def test_large_transparent_images_are_converted_in_bands(monkeypatch):
     noise = np.random.default_rng(0).integers(0, 256, (50, 40, 4), dtype=np.uint8)
     image = Image.fromarray(noise)
-    whole = decoding._as_rgb(image)
-    monkeypatch.setattr(decoding, "_BLOCK", 130)  # 3 rows
-    assert decoding._as_rgb(image) == whole
+    whole = images._as_rgb(image)
+    monkeypatch.setattr(images, "_BLOCK", 130)  # 3 rows
+    assert images._as_rgb(image) == whole
 
 
 def test_reduced_decoding_of_jpeg(saved):

@@ -286,6 +286,7 @@ def test_an_empty_folder(gallery, tmp_path):
     with pytest.raises(ValueError, match="empty' contains no image"):
         index_folder(gallery, tmp_path / "empty")
     assert len(gallery) == 0
+    assert not (tmp_path / "g" / "roots.json").exists()  # nothing was changed
 
 
 def test_indexing_again_repairs_damage(gallery, photos, tmp_path):

@@ -68,6 +68,8 @@ def index_folder(
         raise ValueError(f"the gallery {gallery.location} is open for reading only")
     root = _find_root(folder)
     listing = list_images(root, None if gallery.roots is None else gallery.roots.folder)
+    if not listing.names and gallery.roots is not None and root not in gallery.roots.read().values():
+        raise ValueError(_no_image(folder))  # before the folder is registered
     prefix = f"{_root_name(gallery, root)}/"
     before = {item.path: item for item in gallery.items() if item.path.startswith(prefix)}
     if before and not listing.names:
