@@ -26,17 +26,23 @@ class MatchedImages:
     maps: Tensor
 
 
+def linear_head(model: Model) -> LinearHead:
+    """Return the head that embeds single positions too; a model without such a head is an error."""
+    if not isinstance(model.semantic, LinearHead):
+        raise ValueError("re-ranking by diml needs a model with a linear head: one of timm:NAME or with slices has none")
+    return model.semantic
+
+
 def match_positions(model: Model, pixels: Pixels, embeddings: Embeddings, progress: Count) -> MatchedImages:
     """Compute the position maps of the usable images, which pass through the same head as the pooled features."""
-    if not isinstance(model.semantic, LinearHead):
-        raise ValueError("re-ranking by diml needs a linear head: a model with slices has no embedding of a position")
+    head = linear_head(model)
     cache = FeatureCache(model, images=len(pixels.usable), grid=GRID)
     rows = cache.load_view(pixels, progress=progress)
     parts = []
     with torch.no_grad():
         for start in range(0, len(rows), 256):
             features = torch.from_numpy(rows[start : start + 256].copy()).float().to(model.device)
-            positions = model.semantic(features.unflatten(1, (-1, model.trunk.width))[:, 1:])
+            positions = head(features.unflatten(1, (-1, model.trunk.width))[:, 1:])
             parts.append(unit_rows(positions.flatten(0, 1)).view_as(positions).cpu())
     return MatchedImages(embeddings.unit.cpu(), torch.cat(parts))
 

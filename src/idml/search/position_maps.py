@@ -20,8 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from idml.embeddings import unit_rows
-from idml.evaluation.rerank import GRID
-from idml.model.heads import LinearHead
+from idml.evaluation.rerank import GRID, linear_head
 from idml.model.model import PRETRAINED, best_device, load_model, pool_positions, pretrained_trunk
 from idml.search.embedder import prepare_image
 from idml.search.engines.base import Item, Problem
@@ -124,11 +123,7 @@ class PositionMapper:
             self.trunk, self.grey = pretrained_trunk(), False
             return
         model = load_model(source).to(self.device).eval()
-        if not isinstance(model.semantic, LinearHead):
-            raise ValueError(
-                "re-ranking by diml needs a linear head: a model with slices has no embedding of a position"
-            )
-        self.trunk, self.head, self.grey = model.trunk, model.semantic, model.config.in_chans == 1
+        self.trunk, self.head, self.grey = model.trunk, linear_head(model), model.config.in_chans == 1
 
     @torch.no_grad()
     def compute(self, images: Sequence[Image.Image]) -> Tensor:
