@@ -181,6 +181,6 @@ def test_what_cannot_be_reranked_is_refused(place, tmp_path):
     sliced = build_model("conv4", embedding_dim=8, image_size=28, head="slices", slices=("a", "b"))
     sliced(torch.rand(8, 3, 28, 28))
     save_model(sliced, tmp_path / "sliced")
-    words = "needs a model with a linear head"
+    words = "needs a linear head"
     with Gallery.create(tmp_path / "s", tmp_path / "sliced") as made, pytest.raises(ValueError, match=words):
         add_maps(made)

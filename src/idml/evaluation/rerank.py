@@ -29,7 +29,7 @@ class MatchedImages:
 def linear_head(model: Model) -> LinearHead:
     """Return the head that embeds single positions too; a model without such a head is an error."""
     if not isinstance(model.semantic, LinearHead):
-        raise ValueError("re-ranking by diml needs a model with a linear head: one of timm:NAME or with slices has none")
+        raise ValueError("re-ranking by diml needs a linear head: models of timm:NAME and models with slices have none")
     return model.semantic
 
 
