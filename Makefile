@@ -50,6 +50,7 @@ bench: setup
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/allocator.py
+	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/evaluate.py --size cub
 	$(BIN)/python benchmarks/gallery.py
 	$(BIN)/python benchmarks/serve.py

@@ -121,3 +121,12 @@ def test_another_c_library_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(compat.ctypes, "CDLL", absent)
     assert not compat.keep_memory()
+
+
+def test_a_processor_that_stops_at_bfloat16_is_noticed(monkeypatch):
+    """The process that tries it may be ended by the system: *illegal instruction*."""
+    asked = compat.cpu_computes_bfloat16.__wrapped__
+    monkeypatch.setattr(compat, "_BFLOAT16", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    assert not asked()
+    monkeypatch.setattr(compat, "_BFLOAT16", "raise SystemExit(False)")
+    assert asked()

@@ -1,7 +1,9 @@
-"""Workarounds for the libraries below: a torchvision that does not fit torch, and memory given back too early."""
+"""Workarounds for the libraries below: torchvision that does not fit torch, memory given back too early, bfloat16."""
 
 import ctypes
+import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,14 @@ _OPERATORS = (
 )
 _declared: Any = None  # the torch.library.Library with the declarations, which live as long as this object
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # the numbers of mallopt(3)
+_BFLOAT16 = """
+import torch
+layer = torch.nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
+with torch.autocast("cpu", torch.bfloat16):
+    out = layer(torch.ones(2, 16, 8, 8))
+out.float().sum().backward()
+raise SystemExit(out.dtype != torch.bfloat16 or not bool(torch.isfinite(layer.weight.grad).all()))
+"""
 
 
 def ensure_torchvision() -> bool:
@@ -66,3 +76,12 @@ def keep_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, -1))
+
+
+@cache
+def cpu_computes_bfloat16() -> bool:
+    """Return whether this CPU trains a convolution in bfloat16; tried in another process, which may crash.
+
+    Some virtual machines name instructions that they then refuse, and the process ends with *illegal instruction*.
+    """
+    return subprocess.run([sys.executable, "-c", _BFLOAT16], capture_output=True, check=False).returncode == 0

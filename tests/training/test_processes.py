@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from idml import compat
+from idml.training import loop
 from idml.training.config import from_dict
 from idml.training.distributed import Processes
 from idml.training.loop import train
@@ -132,9 +134,18 @@ def test_shares_cover_the_batch():
     processes.check_shares(9, 3)
 
 
-def test_bfloat16_is_refused_on_a_cpu(options, tmp_path):
-    if torch.cuda.is_available():
-        assert train(from_dict({"out": str(tmp_path), "precision": "bfloat16", **options}))["steps"] > 0
-        return
-    with pytest.raises(ValueError, match="precision bfloat16 needs a GPU"):
-        train(from_dict({"out": str(tmp_path), "precision": "bfloat16", **options}))
+def test_bfloat16_trains_where_the_processor_has_it(options, tmp_path):
+    config = from_dict({"out": str(tmp_path), "precision": "bfloat16", **options})
+    if torch.cuda.is_available() or compat.cpu_computes_bfloat16():
+        assert train(config)["steps"] > 0
+    else:
+        with pytest.raises(ValueError, match="this CPU cannot compute in it; use float32"):
+            train(config)
+
+
+def test_bfloat16_is_refused_where_it_crashes(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loop, "cpu_computes_bfloat16", lambda: False)
+    with pytest.raises(ValueError, match="precision bfloat16: this CPU cannot compute in it; use float32"):
+        train(from_dict({"out": str(tmp_path / "run"), "precision": "bfloat16", **options}))
+    assert not (tmp_path / "run").exists()

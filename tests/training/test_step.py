@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from idml.compat import cpu_computes_bfloat16
 from idml.data.augment import Batch, with_mixtures
 from idml.data.sampling import random_stream
 from idml.labels import LabelSets
@@ -55,6 +56,34 @@ def test_the_weight_of_the_mixtures_reaches_the_loss():
     whole, half = (one_step("proxy_anchor", "idml", mixture_weight=w)[0] for w in (1.0, 0.5))
     assert half["mixtures"] == pytest.approx(0.5 * whole["mixtures"], rel=1e-6)
     assert half["pairs"] == whole["pairs"]
+
+
+def test_bfloat16_gives_the_gradients_of_float32_but_for_rounding():
+    """The network computes in bfloat16 (8 bits), s, u, the metric and the loss in float32."""
+    if not (torch.cuda.is_available() or cpu_computes_bfloat16()):
+        return  # tests/training/test_processes.py holds that it is refused there
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        config = from_dict({
+            "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 8,
+            "loss": "proxy_anchor", "method": "idml", "labels": "sets", "precision": precision,
+        })  # fmt: skip
+        model, method = build(config, LABELS, 4)
+        model.trunk.eval()
+        images = torch.rand(16, 3, 16, 16, generator=random_stream("images"))
+        batch = with_mixtures(images, LABELS, "mixup", random_stream("mixture"), lam=0.3)
+        terms, embeddings = compute_gradients(batch, torch.arange(16), model, method, config, Processes(), seed=3)
+        assert embeddings.semantic.dtype == embeddings.uncertainty.dtype == torch.float32
+        parameters = dict(model.named_parameters())
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in parameters.values() if p.grad is not None)
+        found[precision] = terms, {name: p.grad.flatten() for name, p in parameters.items() if p.grad is not None}
+    (exact, gradients), (rounded, others) = found["float32"], found["bfloat16"]
+    assert rounded != exact  # it was computed in bfloat16
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    for name, gradient in gradients.items():
+        assert float(torch.cosine_similarity(gradient, others[name], dim=0)) > 0.97, name
+        assert float(others[name].norm()) == pytest.approx(float(gradient.norm()), rel=0.05), name
 
 
 def test_a_loss_that_is_not_finite_is_refused():

@@ -109,9 +109,9 @@ LAPTOP = {
         {
             **UNTAUGHT_U, "trunk": "resnet50", "image_size": 224, "embedding_dim": 512, "batch_size": BATCH_SIZE,
             "per_class": 0, "pca": False, "schedule": "constant", "warmup_epochs": 1, "epochs": 6,
-            "checkpoint_every": 10,
+            "checkpoint_every": 10, "precision": "bfloat16",
         },
-        Speed(2.6, 1800, _CORE),
+        Speed(6, 1800, _CORE),
         rates=(1e-4,),
         seeds=1,
         study_rate=1e-4,

@@ -99,7 +99,7 @@ class TrainConfig:
     clip: float = 10.0
     """Gradient values are clipped at this."""
     precision: Precision = "float32"
-    """What the network computes in: float32, or bfloat16, which needs a GPU."""
+    """What the network computes in: float32, or bfloat16 (its weights stay float32; a GPU, or a CPU that has it)."""
     holdout: float = 0.1
     """Share of the training classes kept for choosing the best epoch."""
     split: str = "official"

@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from idml.compat import cpu_computes_bfloat16
 from idml.data.datasets import Dataset, ImageSet, check_spec, hold_out, load_dataset
 from idml.data.images import resized_side
 from idml.data.pixel_cache import Pixels, load_pixels
@@ -103,8 +104,8 @@ def train(
     # ---- setup: processes, the run directory, signals ----
     run, processes = Path(config.out), Processes()
     device = processes.device
-    if config.precision != "float32" and device.type == "cpu":
-        raise ValueError(f"precision {config.precision} needs a GPU: on a CPU it is slower than float32, or crashes")
+    if config.precision == "bfloat16" and device.type == "cpu" and not cpu_computes_bfloat16():
+        raise ValueError("precision bfloat16: this CPU cannot compute in it; use float32")
     processes.check_shares(config.batch_size, config.added_images)
     if not processes.first:
         report, note = silent, silent
