@@ -77,7 +77,7 @@ def test_bad_parameters_are_refused(client, mapped):
         ("?rerank=dilm", 422, "rerank: Input should be 'diml'"),
         ("?rerank=", 422, "rerank: Input should be 'diml'"),
         ("?rerank=diml&k=0", 422, "k: "),
-        ("?rerank=diml&max_missed=0.1", 422, "rerank: a set that misses rarely is one of a search without re-ranking"),
+        ("?rerank=diml&max_missed=0.1", 409, "a set that misses rarely is one of a search without re-ranking"),
     ):
         response = search(client, picture(5), query)
         assert response.status_code == status

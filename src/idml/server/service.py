@@ -86,13 +86,10 @@ class Service:
     async def check_rerank(self, rerank: str | None, targets: RiskTargets) -> None:
         """Refuse a search that cannot be re-ranked."""
         if rerank is not None:
-            with _mapped():
-                try:
-                    await self.read(self.gallery.check_rerank, rerank, targets)
-                except MissingMap:
-                    raise
-                except ValueError as error:
-                    raise ApiError(422, f"rerank: {error}") from None
+            try:
+                await self.read(self.gallery.check_rerank, rerank, targets)
+            except ValueError as error:
+                raise ApiError(409, str(error)) from None
 
     async def search(self, data: bytes, k: int, targets: RiskTargets, rerank: str | None) -> Reply:
         """Search for an uploaded image."""
