@@ -100,6 +100,8 @@ def test_the_maps_of_trunks_shrink_from_stage_to_stage(trunk, sizes):
     assert tuple(each.shape[-1] for each in maps) == sizes
     assert stages.positions(maps[1]).shape[1] == 9
     assert torch.equal(stages.activations(images), maps[1])
+    if trunk == "tf_efficientnet_lite0":
+        assert [each.shape[1] for each in maps] == [40, 112]  # docs/methods.md: 152 channels are stored
 
 
 def test_the_last_stage_is_killed_and_resumed_with_three_heads(options, bit_identical_after_a_kill):
