@@ -16,6 +16,7 @@ _LOSSES = {
     "mic": "margin_dw",
     "dcml": "margin_dw",
     "pads": "margin_dw",
+    "ranked-lmh": "ranked_list",
 }
 _OPTIONS = {
     "dreml": {"members": 4},
@@ -24,8 +25,9 @@ _OPTIONS = {
     "diva": {"queue": 20},
     "pads": {"policy_steps": 1},
     "abe": {"learners": 2},
+    "ranked-lmh": {"stage_heads": 2},
 }
-_NOT_FROZEN = ("abe",)
+_NOT_FROZEN = ("abe", "ranked-lmh")
 _FROZEN_ALIKE = () if os.environ.get("IDML_KILLS") else ("nir", "dreml", "drml", "dcml")
 FROZEN = [method for method in METHODS if method not in (*_NOT_FROZEN, *_FROZEN_ALIKE)]
 """Methods whose frozen runs are killed; `make faults` adds those that read features as plain training does."""

@@ -110,20 +110,28 @@ train.__signature__ = Signature(_named, return_annotation="TrainResult")  # type
 del _named
 
 
-def index(images: "str | Path", to: "str | Path", *, model: "str | Path | None" = None) -> "Indexed":
+def index(
+    images: "str | Path", to: "str | Path", *, model: "str | Path | None" = None, maps: bool = False
+) -> "Indexed":
     """Add a folder of images to the gallery ``to``, and bring it up to date; labels come from the sub-folders.
 
-    A new gallery uses the pretrained trunk, or the run that ``model`` names. An existing one keeps its model.
+    A new gallery uses the pretrained trunk, or the run that ``model`` names. An existing one keeps its model. With
+    ``maps``, position maps of all its images are stored too, for ``Gallery.search(…, rerank="diml")``.
     """
     from pathlib import Path
 
     from idml.search.gallery import gallery_exists, open_or_create
-    from idml.search.indexing import check_folder, index_folder
+    from idml.search.indexing import add_maps, check_folder, index_folder
 
     if not gallery_exists(to):
         check_folder(Path(images))  # before a gallery is made for nothing
     with open_or_create(to, model) as gallery:
-        return index_folder(gallery, Path(images))
+        if maps:
+            gallery.require_folder()  # before the images are embedded
+        done = index_folder(gallery, Path(images))
+        if maps:
+            add_maps(gallery)
+        return done
 
 
 def calibrate(

@@ -428,7 +428,7 @@ def _add_index(commands: Any) -> None:
 
 def _index(options: argparse.Namespace) -> int:
     from idml.search.gallery import gallery_exists, open_or_create
-    from idml.search.indexing import check_folder, index_folder
+    from idml.search.indexing import add_maps, check_folder, index_folder
 
     if not gallery_exists(options.to):
         check_folder(Path(options.images))  # before a gallery is made for nothing
@@ -439,9 +439,7 @@ def _index(options: argparse.Namespace) -> int:
         counter = image_counter(display.report, "embedded")
         maps = None
         if options.maps:
-            from idml.search.reranking import add_maps, require_folder
-
-            require_folder(gallery)  # before the images are embedded
+            gallery.require_folder()  # before the images are embedded
         done = index_folder(gallery, Path(options.images), progress=counter, note=display.note)
         if options.maps:
             maps = add_maps(gallery, progress=image_counter(display.report, "mapped"), note=display.note)
@@ -606,9 +604,7 @@ def _search(options: argparse.Namespace) -> int:
     images = [read_image(path) for path in options.images]
     with Gallery.open(options.place, run=_chosen_model(options), runtime=options.runtime) as gallery:
         if options.rerank is not None:
-            from idml.search.reranking import search_reranked
-
-            replies = search_reranked(gallery, images, options.k, targets, options.rerank)
+            replies = gallery.search(images, options.k, targets, rerank=options.rerank)
         else:
             queries = gallery.embedder.embed(images)
             replies = gallery.search_embeddings(queries, options.k, targets)

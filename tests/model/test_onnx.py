@@ -27,6 +27,7 @@ VARIANTS = {
     "slices": {"head": "slices", "slices": ("a", "b"), "training_slices": ("c",)},
     "relations": {"head": "relations", "slices": ("a", "b")},
     "attention": {"head": "shared", "slices": ("a", "b"), "branching": "attention"},
+    "stages": {"head": "parts", "slices": ("a", "b", "c"), "branching": "stages", "embedding_dim": 9},
     "transformer": {"trunk": "test_vit", "image_size": 32, "pretrained": False},
 }
 

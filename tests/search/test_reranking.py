@@ -18,10 +18,11 @@ from idml.model.structural_matching import structural_similarities
 from idml.search.answers import Answer, RiskTargets, State
 from idml.search.embedder import prepare_image
 from idml.search.gallery import Gallery, Upload
-from idml.search.indexing import index_folder
+from idml.search.gallery_folder import MissingMap
+from idml.search.indexing import add_maps, index_folder
 from idml.search.integrity import verify_folder
 from idml.search.position_maps import PositionMapper, PositionMaps
-from idml.search.reranking import _answer, add_maps, search_reranked
+from idml.search.reranking import _answer
 from idml.search.results import Result
 
 CLASSES, EACH = 6, 8
@@ -66,16 +67,28 @@ def expected_scores(run, query, files):
 
 def test_the_order_is_that_of_structural_matching(mapped, place):
     query = picture(2, 100)
-    (reply,) = search_reranked(mapped, [query], CLASSES * EACH, None, "diml")
+    (reply,) = mapped.search([query], CLASSES * EACH, None, rerank="diml")
     (plain,) = mapped.search([query], k=CLASSES * EACH)
     assert {r.id for r in reply.results} == {r.id for r in plain.results}  # near duplicates are one result
     assert [r.id for r in reply.results] != [r.id for r in plain.results]
     found = expected_scores(place / "run", query, [place / r.path for r in reply.results])
     assert all(a >= b - 1e-3 for a, b in pairwise(found))  # maps are stored in float16
     assert found[0] - found[-1] > 0.05
-    few = search_reranked(mapped, [query, picture(3, 100)], 3, None, "diml")
+    few = mapped.search([query, picture(3, 100)], 3, None, rerank="diml")
     assert [r.id for r in few[0].results] == [r.id for r in reply.results[:3]]
     assert len(few) == 2
+
+
+def test_an_item_is_searched_without_itself(mapped, place):
+    (own, *_), all_items = list(mapped.items()), CLASSES * EACH
+    (reply,) = mapped.search_items([own.id], all_items, rerank="diml")
+    (plain,) = mapped.search_items([own.id], all_items)
+    assert {r.id for r in reply.results} == {r.id for r in plain.results}
+    assert own.id not in {r.id for r in reply.results}
+    found = expected_scores(place / "run", read_image(place / own.path), [place / r.path for r in reply.results])
+    assert all(a >= b - 1e-3 for a, b in pairwise(found))
+    assert (reply.calibrated, reply.answer.promised) == (False, False)
+    assert mapped.search_items([], rerank="diml") == mapped.search([], rerank="diml") == []
 
 
 def test_nothing_is_promised(mapped, place):
@@ -84,13 +97,13 @@ def test_nothing_is_promised(mapped, place):
     query = picture(2, 100)
     (plain,) = mapped.search([query])
     assert (plain.calibrated, plain.answer.probability is None) == (True, False)
-    (reply,) = search_reranked(mapped, [query], 5, RiskTargets(max_error=0.5), "diml")
+    (reply,) = mapped.search([query], 5, RiskTargets(max_error=0.5), rerank="diml")
     answer = reply.answer
     assert (reply.calibrated, answer.calibrated, answer.promised, answer.probability) == (False, False, False, None)
     assert all(result.probability is None for result in reply.results)
     assert "nothing is promised" in reply.notes[-1]
     with pytest.raises(ValueError, match="a search without re-ranking: leave out one of the two"):
-        search_reranked(mapped, [query], 5, RiskTargets(max_missed=0.1), "diml")
+        mapped.search([query], 5, RiskTargets(max_missed=0.1), rerank="diml")
 
 
 @pytest.mark.parametrize(
@@ -128,11 +141,19 @@ def test_maps_follow_the_images(mapped, place, tmp_path):
     added = (tmp_path / "new.png", picture(5, 77))
     added[1].save(added[0])
     mapped.add([Upload(added[0].read_bytes())])
-    with pytest.raises(ValueError, match="has no position map: run idml index --maps again"):
-        search_reranked(mapped, [added[1]], 5, None, "diml")
-    assert add_maps(mapped) == 1  # an uploaded image has a file too
-    (reply,) = search_reranked(mapped, [added[1]], 5, None, "diml")
+    assert add_maps(mapped) == 0  # an image that is added to a gallery with maps gets one
+    (reply,) = mapped.search([added[1]], 5, None, rerank="diml")
     assert reply.results[0].distance == pytest.approx(0, abs=1e-3)
+    maps.delete([reply.results[0].id])
+    with pytest.raises(MissingMap, match="has no position map: run idml index --maps again"):
+        mapped.search([added[1]], 5, None, rerank="diml")
+    assert add_maps(mapped) == 1  # an uploaded image has a file too
+    torch.testing.assert_close(
+        maps.read([mapped.get(reply.results[0].id)], DIMENSIONS),
+        PositionMapper(tmp_path / "g").compute([added[1]]),
+        rtol=0,
+        atol=1e-3,
+    )
 
 
 def test_an_image_that_changed_or_vanished_gets_no_map(place, tmp_path):
@@ -159,22 +180,22 @@ def test_damage_is_named(mapped, tmp_path):
     assert problem.item == item.id
     maps.file.write_bytes(b"not a database" * 100)
     with pytest.raises(ValueError, match="is damaged or cannot be used"):
-        search_reranked(mapped, [picture(1)], 5, None, "diml")
+        mapped.search([picture(1)], 5, None, rerank="diml")
     assert any("is damaged" in p.reason for p in verify_folder(mapped.engine, tmp_path / "g"))
 
 
 def test_what_cannot_be_reranked_is_refused(place, tmp_path):
     with Gallery.create(tmp_path / "g", place / "run") as made:
         index_folder(made, place / "photos")
-        with pytest.raises(ValueError, match="has no position maps: idml index --maps makes them"):
-            search_reranked(made, [picture(1)], 5, None, "diml")
+        with pytest.raises(ValueError, match="the gallery has no position maps: idml index --maps makes them"):
+            made.search([picture(1)], 5, None, rerank="diml")
         with pytest.raises(ValueError, match="unknown re-ranker 'dilm'; did you mean 'diml'"):
-            search_reranked(made, [picture(1)], 5, None, "dilm")
+            made.search([picture(1)], 5, None, rerank="dilm")
         with pytest.raises(ValueError, match="k must be a whole number above 0, got 0"):
-            search_reranked(made, [picture(1)], 0, None, "diml")
-    far = SimpleNamespace(roots=None, location="milvus://host:1/birds")
-    with pytest.raises(ValueError, match="is in Milvus, which keeps no position maps: use a gallery in a folder"):
-        search_reranked(far, [picture(1)], 5, None, "diml")
+            made.search([picture(1)], 0, None, rerank="diml")
+    far = SimpleNamespace(roots=None)
+    with pytest.raises(MissingMap, match="a gallery in Milvus keeps no position maps: use one in a folder"):
+        Gallery.require_folder(far)
     with Gallery.open(tmp_path / "g") as made, pytest.raises(ValueError, match="open for reading only"):
         add_maps(made)
     torch.manual_seed(0)

@@ -16,6 +16,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from PIL import Image
 
+from idml.search.reranking import NOTE
+
 STATIC = Path(__file__).resolve().parents[2] / "src/idml/server/static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
 POLICY = (
@@ -63,6 +65,7 @@ class StandIn:
     def __init__(self) -> None:
         self.items = made_items()
         self.calibrated, self.writable, self.drift, self.level_speaks = True, True, "", True
+        self.mapped = False  # position maps are stored
         self.later: dict = {}  # further facts about the gallery
         self.feedback: list[dict] = []
         self.drawing = 0  # how many requests for the map are told to wait
@@ -107,6 +110,7 @@ class StandIn:
         told["unknown_share"] = 0.25 if self.calibrated else None
         told |= {"recognised": 0.574 if self.calibrated else None, "rejected": 0.048 if self.calibrated else None}
         told |= {"level_speaks": self.level_speaks, "writable": self.writable, "queries": "its images, each left out"}
+        told["rerankers"] = ["diml"] if self.mapped else []
         return {
             **counts,
             **told,
@@ -127,7 +131,7 @@ class StandIn:
         found = sorted(label for label in counts if text.lower() in label.lower())
         return {"total": len(found), "labels": [{"label": label, "items": counts[label]} for label in found[:size]]}
 
-    def reply(self, name: str, max_error: float, without: str = "") -> dict:
+    def reply(self, name: str, max_error: float, without: str = "", rerank: str | None = None) -> dict:
         state, reason, chance = next((told for word, told in STATES.items() if word in name), STATES["match"])
         if ERRORS.get(max_error) is None and state == "match" and self.calibrated:
             state, reason = "unsure", f"cannot promise at most {100 * max_error:g} % wrong answers here"
@@ -140,17 +144,24 @@ class StandIn:
             }
             for i, item in enumerate([item for item in self.items if item["id"] != without][:12])
         ]
+        if rerank is not None:
+            results = [{**result, "probability": None} for result in results[::-1]]
+            chance = None
         return {
             "state": state,
             "reason": reason if self.calibrated else f"{reason} (uncalibrated)",
             "probability": chance if self.calibrated else None,
             "novelty": 0.02 if state == "not in the collection" else 0.4,
-            "calibrated": self.calibrated,
-            "promised": self.calibrated and not self.drift and ERRORS.get(max_error) is not None,
+            "calibrated": self.calibrated and rerank is None,
+            "promised": rerank is None and self.calibrated and not self.drift and ERRORS.get(max_error) is not None,
             "level": 0.7,
             "set_size": None,
             "results": results,
-            "notes": ["8 of 40 images have no label", *([self.drift] if self.drift else [])],
+            "notes": [
+                "8 of 40 images have no label",
+                *([self.drift] if self.drift else []),
+                *([NOTE.format(rerank)] if rerank else []),
+            ],
             "took_ms": 12.3,
         }
 
@@ -231,7 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
             case "POST", ["api", "search"]:
                 time.sleep(service.wait)
                 name = asked.fields["image"][0] or ""
-                self._json(service.reply(name, float(asked.query.get("max_error", 0.05))))
+                told = service.reply(name, float(asked.query.get("max_error", 0.05)), rerank=asked.query.get("rerank"))
+                self._json(told)
             case "GET", ["api", "items"]:
                 start, size = int(asked.query.get("offset", 0)), int(asked.query["limit"])
                 self._json(service.page(asked.query["order"], asked.query.get("label", ""), start, size))
@@ -257,7 +269,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.service.items.remove(item)
             self._send(204)
         elif rest == ["similar"]:
-            self._json(self.service.reply("match", float(asked.query.get("max_error", 0.05)), item["id"]))
+            error, rerank = float(asked.query.get("max_error", 0.05)), asked.query.get("rerank")
+            self._json(self.service.reply("match", error, item["id"], rerank))
         elif rest:
             self._send(200, png(item["id"], 300 if rest == ["image"] else 96), "image/png")
         else:

@@ -38,6 +38,7 @@ def test_gallery_info(client, gallery):
         "growth": "",
         "queries": "",
         "feedback": 0,
+        "rerankers": [],
         "writable": True,
         "promises": [],
     }
@@ -261,10 +262,10 @@ def test_a_full_queue(gallery, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
     real = gallery.search
 
-    def slow(*args):
+    def slow(*args, **options):
         entered.set()
         go_on.wait(600)
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(gallery, "search", slow)
     with client_of(gallery, limits=Limits(queue=2)) as client, ThreadPoolExecutor(2) as threads:

@@ -87,7 +87,7 @@ def test_search_refuses_bad_parameters(shared, query):
 def test_targets_reach_the_gallery(client, gallery, monkeypatch):
     asked, real = [], gallery.search
 
-    def search_sets(images, k, targets):
+    def search_sets(images, k, targets, rerank):
         asked.append((k, targets))
         return [replace(reply, answer=replace(reply.answer, results=2)) for reply in real(images, k, targets)]
 
@@ -133,9 +133,9 @@ def test_parallel_queries_get_the_same_answers(client, gallery):
     sizes = []
     batcher = gallery.search
 
-    def counted(images, k, targets):
+    def counted(images, k, targets, rerank):
         sizes.append(len(images))
-        return batcher(images, k, targets)
+        return batcher(images, k, targets, rerank=rerank)
 
     gallery.search = counted
     barrier = threading.Barrier(32)
@@ -171,7 +171,7 @@ def test_a_broken_query_fails_alone(shared):
 def test_numbers_are_always_finite(client, gallery, monkeypatch):
     real = gallery.search
 
-    def strange(images, k, targets):
+    def strange(images, k, targets, rerank):
         found = real(images, k, targets)
         bad = float("nan"), float("inf"), -float("inf")
         results = tuple(replace(r, distance=bad[0], probability=bad[1], level=bad[2]) for r in found[0].results)

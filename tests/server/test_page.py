@@ -267,6 +267,73 @@ class TestFeedback:
         expect(page.locator("#judge")).to_be_hidden()
 
 
+class TestReranking:
+    def test_there_is_no_switch_without_maps(self, service, visit, expect):
+        page = visit(service.url)
+        ask(page)
+        expect(page.locator("#rerank-choice")).to_be_hidden()
+        assert "rerank" not in service.requests("POST", "/api/search")[0].query
+
+    def test_the_switch_asks_again_and_takes_back_every_promise(self, service, visit, expect):
+        service.mapped, service.later = True, {"feedback": 0}
+        page = visit(service.url)
+        switch = page.get_by_role("checkbox", name="compare part by part, without an error rate")
+        switch.focus()
+        page.keyboard.press("Space")
+        assert service.requests("POST", "/api/search") == []  # nothing was asked yet
+        ask(page)
+        assert service.requests("POST", "/api/search")[-1].query == {"k": "24", "max_error": "0.05", "rerank": "diml"}
+        expect(page.locator("#answer .chance")).to_have_text(
+            "A guess: images that are compared part by part have no probability."
+        )
+        expect(page.locator("#answer .note").last).to_have_text(
+            "Re-ranked by diml: the calibration is that of a search without re-ranking."
+        )
+        expect(page.locator("#promise")).to_have_text(
+            "No error rate holds for images that are compared part by part: the calibration is that of the usual order."
+        )
+        expect(page.locator("#promise")).to_have_class("refused")
+        expect(page.locator("#max-error")).to_have_attribute(
+            "aria-valuetext", "at most 5\u00a0%, without a guarantee here"
+        )
+        expect(page.locator("#found")).not_to_contain_text("likely")
+        for gone in ("#judge", "#open-set"):
+            expect(page.locator(gone)).to_be_hidden()
+        assert_readable(page)
+        switch.uncheck()
+        rested(page)
+        assert "rerank" not in service.requests("POST", "/api/search")[-1].query
+        expect(page.locator("#promise")).to_contain_text("Promised, with 90 % confidence")
+        expect(page.locator("#answer .chance")).to_contain_text("97 % probability")
+        for there in ("#judge", "#open-set"):
+            expect(page.locator(there)).to_be_visible()
+
+    def test_an_item_is_compared_part_by_part_too(self, service, visit, expect):
+        service.mapped = True
+        page = visit(service.url)
+        ask(page)
+        page.get_by_label("compare part by part").check()
+        rested(page)
+        page.locator("#found a.more").first.click()
+        page.get_by_text("itself left out of the search").wait_for()
+        rested(page)
+        assert [each.query.get("rerank") for each in service.asked if each.path.endswith("/similar")] == ["diml"]
+
+    def test_a_refusal_is_shown_and_the_switch_stays(self, service, visit, expect):
+        service.mapped = True
+        page = visit(service.url)
+        ask(page)
+        visit.refused.add(409)
+        service.refuse["POST /api/search"] = (409, "the image a.png has no position map: run idml index --maps again")
+        page.get_by_label("compare part by part").check()
+        expect(page.get_by_role("alert")).to_have_text(
+            "the image a.png has no position map: run idml index --maps again"
+        )
+        service.refuse.clear()
+        page.get_by_label("compare part by part").uncheck()
+        expect(verdict(page)).to_have_text("Match: gull")
+
+
 class TestPromises:
     def test_the_slider_changes_the_promise_and_asks_again(self, service, visit, expect):
         page = visit(service.url)

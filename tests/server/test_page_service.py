@@ -21,6 +21,7 @@ from idml.calibration.stored import Calibration
 from idml.data.images import decode_image
 from idml.model import fingerprint
 from idml.search.answers import RiskTargets
+from idml.search.indexing import add_maps
 from idml.server import schemas
 from idml.server.app import build_app
 from idml.server.limits import Limits
@@ -148,6 +149,44 @@ def test_a_calibrated_gallery_promises_what_it_can(tmp_path, calibrated_run, ser
             expect(page.locator("#answer .chance").last).to_contain_text("probability that the first result is right")
 
 
+def test_the_switch_compares_part_by_part(tmp_path, calibrated_run, serve, visit, expect):
+    with made_gallery(tmp_path / "gallery", calibrated_run) as gallery:
+        gallery.store_calibration(Calibration.load(calibrated_run / "calibration.json"))
+        page = visit(serve(gallery))
+        switch = page.get_by_label("compare part by part")
+        ask(page, upload(50))
+        expect(switch).to_be_hidden()  # there are no position maps
+        assert add_maps(gallery) == 12
+        page.reload()
+        ask(page, upload(50))
+
+        def assert_shown(reply):
+            ids = [tile.get_attribute("data-id") for tile in page.locator("#found .item > .tile").all()]
+            assert ids == [result.id for result in reply.results]
+            expect(verdict(page)).to_contain_text(reply.answer.state.value, ignore_case=True)
+
+        (plain,), (sorted_anew,) = gallery.search([as_image(50)], 24), gallery.search([as_image(50)], 24, rerank="diml")
+        assert plain.results[0].probability is not None
+        assert [each.id for each in plain.results] != [each.id for each in sorted_anew.results]
+        assert_shown(plain)
+        expect(page.locator("#judge")).to_be_visible()
+        for _ in range(2):
+            switch.check()
+            rested(page)
+            assert_shown(sorted_anew)
+            expect(page.locator("#judge")).to_be_hidden()
+            switch.uncheck()
+            rested(page)
+            assert_shown(plain)
+        switch.check()
+        rested(page)
+        page.locator("#found a.more").first.click()
+        page.get_by_text("itself left out of the search").wait_for()
+        rested(page)
+        assert_shown(gallery.search_items([page.url.rpartition("/")[2]], 24, rerank="diml")[0])
+        assert_readable(page)
+
+
 def test_the_map_browsing_and_more_like_this(gallery, serve, visit, expect):
     page = visit(serve(gallery))
     page.get_by_role("link", name="Map").click()
@@ -253,6 +292,7 @@ def test_the_stand_in_speaks_as_the_service_does():
         for shape, said in (
             (schemas.GalleryInfo, stand_in.gallery()),
             (schemas.SearchAnswer, stand_in.reply("match.png", 0.05)),
+            (schemas.SearchAnswer, stand_in.reply("match.png", 0.05, rerank="diml")),
             (schemas.ItemInfo, stand_in.items[0]),
             (schemas.GalleryMap, {"points": stand_in.points()}),
             (schemas.ItemPage, stand_in.page("mixed", "gull", 0, 2)),

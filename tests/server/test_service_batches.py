@@ -20,7 +20,7 @@ class Searched:
     def __init__(self, seconds=0.0):
         self.calls, self.threads, self.seconds = [], set(), seconds
 
-    def __call__(self, images, k, targets):
+    def __call__(self, images, k, targets, rerank):
         self.calls.append(list(images))
         self.threads.add(threading.get_ident())
         time.sleep(self.seconds)
@@ -68,6 +68,16 @@ def test_different_targets_are_searched_separately():
     assert replies == [(n, k, targets.max_error) for n, k, targets in asked]
     assert search.calls == [[0, 3], [1], [2]]
     assert sizes == [4]
+
+
+def test_queries_to_re_rank_are_searched_separately():
+    search = Searched()
+
+    async def work(batcher):
+        return await asyncio.gather(*(batcher.search(n, 3, TARGETS, ("diml", None)[n % 2]) for n in range(4)))
+
+    assert served(work, search)[1] == [4]
+    assert search.calls == [[0, 2], [1, 3]]
 
 
 def test_a_broken_image_fails_only_itself():

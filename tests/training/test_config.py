@@ -61,7 +61,7 @@ def test_help_lists_the_options_of_each_method_under_it(capsys):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for group, flag in (
-        ("options of method ism, idml, nir, diml, drml, dac, mic, diva, dcml, pads, abe:", "--tau X"),
+        ("options of method ism, idml, nir, diml, drml, dac, mic, diva, dcml, pads, abe, ranked-lmh:", "--tau X"),
         ("options of method dac:", "--groups N"),
         ("options of method mixup, idml, pel-mixup:", "--labels {sets,weighted}"),
         ("options of method pel, pel-mixup:", "--samples N"),

@@ -28,6 +28,7 @@ METHODS: dict[str, str] = {
     "dcml": "idml.methods.dcml:Dcml",
     "pads": "idml.methods.pads:Pads",
     "abe": "idml.methods.abe:Abe",
+    "ranked-lmh": "idml.methods.ranked_lmh:RankedLmh",
 }
 
 

@@ -244,15 +244,24 @@ class Stages:
     large.
     """
 
+    stored: tuple[str, ...] = ()
+    """What `activations` holds beside the input of the last stage."""
+
     def __init__(self, trunk: Trunk) -> None:
-        below, above = _split_network(trunk.network)
-        self.trunk, self.below, self.last = trunk, nn.Sequential(*below), nn.Sequential(*above)
+        low, middle, last = _split_network(trunk.network)
+        self.trunk, self.below, self.last = trunk, nn.Sequential(*low, *middle), nn.Sequential(*last)
+        self.low_layers = len(low)
 
     def activations(self, images: Tensor) -> Tensor:
         """Return the input of the last stage [n, c, h, w] for images [n, 3, height, width] in [0, 1]."""
+        return self.maps(images)[1]
+
+    def maps(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the maps after the stage before the last but one, and after the last but one [n, c, h, w]."""
         images = images.to(self.trunk.mean.dtype).contiguous(memory_format=torch.channels_last)
-        out: Tensor = self.below((images - self.trunk.mean) / self.trunk.deviation)
-        return out
+        low: Tensor = self.below[: self.low_layers]((images - self.trunk.mean) / self.trunk.deviation)
+        middle: Tensor = self.below[self.low_layers :](low)
+        return low, middle
 
     def features(self, activations: Tensor) -> Tensor:
         """Return the trunk's pooled features [n, width] for the last stage's inputs."""
@@ -266,17 +275,18 @@ class Stages:
         return out
 
 
-def _split_network(network: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def _split_network(network: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """Return the layers of a network up to its last but one stage, those of that stage, and those of the last one."""
     n: Any = cast(Any, network)
     if isinstance(network, Conv4):
-        return list(n.layers[:-3]), list(n.layers[-3:])
+        return list(n.layers[:-7]), list(n.layers[-7:-3]), list(n.layers[-3:])
     from timm.models.efficientnet import EfficientNet
     from timm.models.resnet import ResNet
 
     if isinstance(network, ResNet):
-        return [n.conv1, n.bn1, n.act1, n.maxpool, n.layer1, n.layer2, n.layer3], [n.layer4]
+        return [n.conv1, n.bn1, n.act1, n.maxpool, n.layer1, n.layer2], [n.layer3], [n.layer4]
     if isinstance(network, EfficientNet) and len(n.blocks) > 2:
-        return [n.conv_stem, n.bn1, *n.blocks[:-2]], [*n.blocks[-2:], n.conv_head, n.bn2]
+        return [n.conv_stem, n.bn1, *n.blocks[:-4]], [*n.blocks[-4:-2]], [*n.blocks[-2:], n.conv_head, n.bn2]
     raise ValueError(
         f"the last stage of {type(network).__name__} is not known; --train last is for ResNets and EfficientNets"
     )

@@ -123,7 +123,8 @@ class FeatureCache:
     def _key(self, pixels: Pixels, what: tuple[object, ...]) -> str:
         """Return a hash of the part of the trunk that is not trained, the images and all else the rows depend on."""
         part = self.model.stages.below if self.last else self.model.trunk
-        what = ("before the last stage", *what) if self.last else ("maps", self.grid, *what) if self.grid else what
+        stored = ("before the last stage", *self.model.stages.stored) if self.last else ()
+        what = (*stored, *what) if self.last else ("maps", self.grid, *what) if self.grid else what
         return hash_weights(part, repr((self.model.config.network, pixels.images.version, pixels.side, what)))
 
 

@@ -78,7 +78,7 @@ class ModelConfig:
     training_slices: tuple[str, ...] = ()
     """Names of further slices of that size, which exist in training alone."""
     branching: str = "none"
-    """Whether the trunk has several branches: none, ensemble or attention (`idml.model.branches`)."""
+    """Whether the trunk has several branches: none, ensemble, attention or stages (`idml.model.branches`)."""
     maps: int = 0
     """Side of the square map of positions that the loss reads beside the pooled features; 0: none."""
     pooling: Pooling = "average+maximum"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from PIL import Image
 
@@ -33,12 +33,18 @@ from idml.search.gallery_folder import (
     POSITION_MAPS,
     UPLOADS,
     ImageRoots,
+    MissingMap,
     copy_model,
     find_model,
     update_model_files,
 )
 from idml.search.results import AnswerContext, GalleryChanged, Reply, Result, build_replies, check_count
 from idml.search.uploads import Upload, embed_uploads, find_intact
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from idml.search.reranking import GalleryReranker
 
 __all__ = [
     "Added",
@@ -152,6 +158,7 @@ class Gallery:
         self._calibration = calibration
         self._stored = None if calibration is None else calibration.encode()
         self._drift: tuple[Calibration, Profile, Drift] | None = None
+        self._reranker: GalleryReranker | None = None  # holds a model: made when it is needed
         self._rejected: deque[bool] = deque(maxlen=_LATEST)  # which of the latest queries were not in the collection
 
     @classmethod
@@ -218,11 +225,13 @@ class Gallery:
         targets: RiskTargets | None = None,
         *,
         max_error: float | None = None,
+        rerank: str | None = None,
     ) -> list[Reply]:
         """Search for images; give a reply with up to ``k`` results for each.
 
         ``images`` are files, or RGB images as `decode_image` returns them. ``max_error`` is short for
-        ``targets=RiskTargets(max_error=…)``.
+        ``targets=RiskTargets(max_error=…)``. ``rerank="diml"`` sorts the first 100 results anew by position maps, which
+        `idml index --maps` stores; nothing is promised then (`idml.search.reranking`).
         """
         if isinstance(images, str | Path):
             raise ValueError(f"images must be a list of images or files, got {str(images)!r}")
@@ -230,12 +239,28 @@ class Gallery:
             if targets is not None:
                 raise ValueError("give either targets or max_error, not both")
             targets = RiskTargets(max_error=max_error)
+        check_count(k)
+        reranker = None if rerank is None else self._open_reranker(rerank, targets)
         queries = [image if isinstance(image, Image.Image) else read_image(image) for image in images]
-        return self.search_embeddings(self.embedder.embed(queries), k, targets) if queries else []
+        if not queries:
+            return []
+        embedded = self.embedder.embed(queries)
+        if reranker is None:
+            return self.search_embeddings(embedded, k, targets)
+        return self._search_reranked(embedded, reranker.compute_maps(queries), k, targets, reranker)
 
-    def search_items(self, ids: Sequence[str], k: int = 10, targets: RiskTargets | None = None) -> list[Reply]:
+    def search_items(
+        self, ids: Sequence[str], k: int = 10, targets: RiskTargets | None = None, *, rerank: str | None = None
+    ) -> list[Reply]:
         """Search for items of the gallery, each without itself: the replies are those of a gallery that lacks it."""
-        return self.search_embeddings(self.engine.embeddings(ids), k, targets, without=ids) if len(ids) else []
+        check_count(k)
+        reranker = None if rerank is None else self._open_reranker(rerank, targets)
+        if not len(ids):
+            return []
+        stored = self.engine.embeddings(ids)
+        if reranker is None:
+            return self.search_embeddings(stored, k, targets, without=ids)
+        return self._search_reranked(stored, reranker.read_maps(ids), k, targets, reranker, without=ids)
 
     def search_embeddings(
         self,
@@ -295,6 +320,54 @@ class Gallery:
             replace(reply, answer=replace(reply.answer, promised=False), notes=(*reply.notes, note))
             for reply in replies
         ]
+
+    # ---- re-ranking ----
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether there are position maps, by which results can be re-ranked."""
+        return self.roots is not None and (self.roots.folder / POSITION_MAPS).exists()
+
+    def require_folder(self) -> Path:
+        """Return the folder of the gallery; one in Milvus keeps no position maps."""
+        if self.roots is None:
+            raise MissingMap("a gallery in Milvus keeps no position maps: use one in a folder")
+        return self.roots.folder
+
+    def check_rerank(self, rerank: str, targets: RiskTargets | None = None) -> None:
+        """Raise ``ValueError`` if results cannot be re-ranked so; `MissingMap` if the gallery has no position maps."""
+        self._open_reranker(rerank, targets)
+
+    def _open_reranker(self, rerank: str, targets: RiskTargets | None = None) -> "GalleryReranker":
+        from idml.search.reranking import GalleryReranker, check_rerank
+
+        check_rerank(rerank, targets)
+        folder = self.require_folder()
+        if not self.has_maps:
+            raise MissingMap("the gallery has no position maps: idml index --maps makes them")
+        if self._reranker is None:
+            self._reranker = GalleryReranker(rerank, self.engine, folder)
+        return self._reranker
+
+    def _search_reranked(
+        self,
+        queries: Embeddings,
+        maps: "Tensor",
+        k: int,
+        targets: RiskTargets | None,
+        reranker: "GalleryReranker",
+        *,
+        without: Sequence[str] | None = None,
+    ) -> list[Reply]:
+        """Search and sort the first results of each query anew by the maps of the queries."""
+        for _ in range(_SEARCH_ATTEMPTS):
+            replies = self.search_embeddings(queries, max(k, reranker.depth), targets, without=without)
+            try:
+                return reranker.rerank(queries, maps, replies, k)
+            except ValueError:
+                if all(result.id in self.engine for reply in replies for result in reply.results):
+                    raise  # else an item was removed during the search
+        raise OSError(f"the gallery {self.location} changes too fast to be searched; try again")
 
     # ---- calibration and status ----
 
@@ -364,7 +437,7 @@ class Gallery:
         """Add all of the images, or none if one fails. When this returns, they are stored durably.
 
         Images with the same bytes are one item. An item that exists already keeps its data and takes over a label
-        that is given. A gallery in a folder stores the bytes.
+        that is given. A gallery in a folder stores the bytes, and position maps too if it has some already.
         """
         if not self.writable:
             raise ValueError(f"the gallery {self.location} is open for reading only")
@@ -375,6 +448,8 @@ class Gallery:
         new = [image for id, image in uploads.items() if id not in intact]
         embedded = embed_uploads(self.embedder, new)
         items = [self._make_item(image, before.get(image.id)) for image in new]
+        if items and self.has_maps:
+            self._open_reranker("diml").store_maps(items, (image.decode() for image in new))  # else no re-ranking
         with self.write_lock:
             present = [item for item in self.engine.get_many(list(intact)) if item is not None]
             if self.roots is not None:

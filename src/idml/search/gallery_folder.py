@@ -38,6 +38,10 @@ _OPTIONAL_FILES = (ONNX, "config.yaml", LEARNED, SOURCE)
 _UPLOAD_ID = re.compile("[0-9a-f]{32}")
 
 
+class MissingMap(ValueError):
+    """A gallery has no position map of an image, or none at all."""
+
+
 # -------------------- model --------------------
 
 

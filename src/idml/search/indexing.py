@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from idml.data.layouts import EXTENSIONS, describe_others
 from idml.embeddings import Embeddings
@@ -285,3 +286,45 @@ def label_of(name: str) -> str | None:
 
 def _id_of(path: str) -> str:
     return hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+# -------------------- position maps --------------------
+
+
+def add_maps(gallery: Gallery, *, progress: Count = silent, note: Note = silent) -> int:
+    """Compute and store the maps that a gallery lacks; return how many. Images without a readable file get a note."""
+    folder = gallery.require_folder()
+    if not gallery.writable:
+        raise ValueError(f"the gallery {gallery.location} is open for reading only")
+    from idml.search.position_maps import PositionMapper, PositionMaps  # only --maps needs them
+
+    maps = PositionMaps(folder)
+    missing = maps.find_missing(gallery.items())
+    mapper = PositionMapper(folder)
+    unread = 0
+    for start in range(0, len(missing), _BATCH):
+        read: list[tuple[Item, Image.Image]] = []
+        for item in missing[start : start + _BATCH]:
+            try:
+                read.append((item, _read_original(gallery, item)))
+            except (ValueError, OSError) as error:
+                unread += 1
+                if unread <= _MAX_NAMED:
+                    note(f"no position map of {item.path or item.id!r}: {error}")
+        if read:
+            maps.write([item for item, _ in read], mapper.compute([image for _, image in read]))
+        progress(min(start + _BATCH, len(missing)), len(missing))
+    if unread > _MAX_NAMED:
+        note(f"… {unread - _MAX_NAMED} more images have no position map")
+    return len(missing) - unread
+
+
+def _read_original(gallery: Gallery, item: Item) -> Image.Image:
+    """Read the image file of an item; one that is missing or has changed is a ``ValueError``."""
+    file = gallery.image_file(item.id)
+    if file is None:
+        raise ValueError("its file is missing")
+    image = Upload(file.read_bytes(), name=file.name)
+    if image.checksum != item.checksum:
+        raise ValueError("its file has changed since it was added")
+    return image.decode()

@@ -25,7 +25,7 @@ from idml.model.model import PRETRAINED, best_device, load_model, pool_positions
 from idml.search.embedder import prepare_image
 from idml.search.engines.base import Item, Problem
 from idml.search.engines.sqlite_storage import to_bytes, to_text
-from idml.search.gallery_folder import POSITION_MAPS, find_model
+from idml.search.gallery_folder import POSITION_MAPS, MissingMap, find_model
 
 _BATCH = 64
 _SCHEMA = "CREATE TABLE IF NOT EXISTS maps (id BLOB PRIMARY KEY, checksum TEXT, map BLOB, crc INTEGER)"
@@ -84,7 +84,7 @@ class PositionMaps:
         for item, row in zip(items, found, strict=True):
             checksum, blob, crc = row or ("", b"", 0)
             if checksum != item.checksum:
-                raise ValueError(f"the image {item.path or item.id!r} has no position map: run idml index --maps again")
+                raise MissingMap(f"the image {item.path or item.id!r} has no position map: run idml index --maps again")
             if zlib.crc32(blob) != crc or len(blob) != 2 * GRID**2 * dim:
                 raise ValueError(
                     f"{self.file}: the map of item {item.id!r} is damaged; delete the file and index again"

@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -33,6 +33,7 @@ from idml.server.schemas import (
     Judgements,
     LabelPage,
     MapProgress,
+    Reranker,
     SearchAnswer,
 )
 from idml.server.security import Keys, RequestGuard, Role, required_role
@@ -42,6 +43,7 @@ from idml.version import __version__
 
 _MAX_LABEL_BODY = 5000  # bytes
 _RATE = {"type": "number", "minimum": SMALLEST_RATE, "exclusiveMaximum": 1}  # null cannot be sent in an address
+_RERANK = {"type": "string", "enum": [*get_args(Reranker)]}
 _LABEL_TEXT = {"maxLength": MAX_LABEL, "pattern": LABEL_PATTERN}
 
 
@@ -183,32 +185,44 @@ def _add_read_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_search_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/api/search", response_model=SearchAnswer, **_reading(408, 413, 415), openapi_extra=_form("image"))
+    @app.post("/api/search", response_model=SearchAnswer, **_reading(408, 409, 413, 415), openapi_extra=_form("image"))
     async def search(
         request: Request,
         k: Annotated[int, Query(ge=1, le=100)] = 12,
         max_error: Annotated[float, Query(ge=SMALLEST_RATE, lt=1)] = 0.05,
         max_missed: Annotated[float | None, Query(ge=SMALLEST_RATE, lt=1), WithJsonSchema(_RATE)] = None,
+        rerank: Annotated[Reranker | None, Query(), WithJsonSchema(_RERANK)] = None,
     ) -> Response:
         """Search for an image. At most ``max_error`` of the answers *match* are wrong, where this can be guaranteed.
 
         With ``max_missed``, the result list is long enough to contain a right image for all but this share of the
         queries whose class is in the collection. ``set_size`` is this length, which may be more than ``k``.
+
+        ``rerank=diml`` sorts the first 100 results anew by matching positions. Nothing is guaranteed then. It needs the
+        position maps of ``idml index --maps``; a gallery without them answers 409.
         """
+        targets = RiskTargets(max_error=max_error, max_missed=max_missed)
+        await service.check_rerank(rerank, targets)
         fields = await read_form(request, ("image",))
         started = perf_counter()
-        reply = await service.search(fields["image"], k, RiskTargets(max_error=max_error, max_missed=max_missed))
+        reply = await service.search(fields["image"], k, targets, rerank)
         return _json(SearchAnswer.of(reply, perf_counter() - started))
 
-    @app.get("/api/items/{id}/similar", response_model=SearchAnswer, **_reading(404))
+    @app.get("/api/items/{id}/similar", response_model=SearchAnswer, **_reading(404, 409))
     async def similar(
         id: str,
         k: Annotated[int, Query(ge=1, le=100)] = 12,
         max_error: Annotated[float, Query(ge=SMALLEST_RATE, lt=1)] = 0.05,
+        rerank: Annotated[Reranker | None, Query(), WithJsonSchema(_RERANK)] = None,
     ) -> Response:
-        """Search for an item of the gallery. It is left out: the answer is that of a gallery that lacks this image."""
+        """Search for an item of the gallery. It is left out: the answer is that of a gallery that lacks this image.
+
+        ``rerank`` is that of a search.
+        """
+        targets = RiskTargets(max_error=max_error)
+        await service.check_rerank(rerank, targets)
         started = perf_counter()
-        reply = await service.search_item(id, k, RiskTargets(max_error=max_error))
+        reply = await service.search_item(id, k, targets, rerank)
         return _json(SearchAnswer.of(reply, perf_counter() - started))
 
 

@@ -1,6 +1,6 @@
 """The JSON objects that the service returns, as OpenAPI documents them."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
@@ -11,6 +11,8 @@ from idml.search.gallery import Gallery
 from idml.search.results import Reply, Result
 from idml.search.tsne_map import Point
 from idml.server.responses import json_number, json_text
+
+Reranker = Literal["diml"]
 
 
 class Error(BaseModel):
@@ -58,7 +60,8 @@ class GalleryInfo(BaseModel):
     known ones the share ``rejected``; null if that is not known. ``level_speaks``: ‖u‖ ranks wrong answers better than
     chance here. ``drift`` says why nothing is guaranteed any more although there is a calibration, ``growth`` describes
     a small change of size that guarantees cover; both are empty otherwise. ``queries``: what the queries of the
-    calibration were. ``feedback``: how many judgements are kept; null if none can be. ``writable`` says whether the
+    calibration were. ``feedback``: how many judgements are kept; null if none can be. ``rerankers``: the values of
+    ``rerank`` that a search accepts here; none if the gallery has no position maps. ``writable`` says whether the
     sender of the request may change the gallery.
     """
 
@@ -76,6 +79,7 @@ class GalleryInfo(BaseModel):
     growth: str
     queries: str
     feedback: int | None
+    rerankers: list[Reranker]
     writable: bool
     promises: list[Guarantee]
 
@@ -98,9 +102,15 @@ class GalleryInfo(BaseModel):
             level_speaks=status.level_speaks,
             queries=json_text(status.queries),
             feedback=None if gallery.roots is None else len(read_feedback(gallery.location, gallery.engine.properties)),
+            rerankers=available_rerankers(gallery),
             writable=status.writable,
             promises=[Guarantee.of(guarantee) for guarantee in gallery.guarantees()],
         )
+
+
+def available_rerankers(gallery: Gallery) -> list[Reranker]:
+    """Return the values of ``rerank`` that a search accepts."""
+    return list(get_args(Reranker)) if gallery.has_maps else []
 
 
 class FoundItem(BaseModel):

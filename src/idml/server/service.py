@@ -26,16 +26,17 @@ from idml.search.answers import RiskTargets
 from idml.search.engines import Item
 from idml.search.feedback import Feedback, add_feedback, delete_feedback, read_feedback
 from idml.search.gallery import Gallery
+from idml.search.gallery_folder import MissingMap
 from idml.search.results import Reply
 from idml.search.uploads import Upload
 from idml.server.decoders import Decoders
 from idml.server.limits import Limits
 from idml.server.metrics import Metrics
 from idml.server.responses import ApiError, json_text, shutting_down
-from idml.server.schemas import GalleryInfo, LabelCount, LabelPage, MapPoint
+from idml.server.schemas import GalleryInfo, LabelCount, LabelPage, MapPoint, available_rerankers
 
 Order = Literal["added", "uncertain", "mixed"]
-Search = Callable[[Sequence[Image], int, RiskTargets], Sequence[Reply]]
+Search = Callable[[Sequence[Image], int, RiskTargets, str | None], Sequence[Reply]]
 T = TypeVar("T")
 log = logging.getLogger("idml.server")
 _ID = re.compile("[0-9A-Za-z_-]{1,64}")
@@ -82,27 +83,35 @@ class Service:
 
     # ---- searching and changing ----
 
-    async def search(self, data: bytes, k: int, targets: RiskTargets) -> Reply:
+    async def check_rerank(self, rerank: str | None, targets: RiskTargets) -> None:
+        """Refuse a search that cannot be re-ranked."""
+        if rerank is not None:
+            try:
+                await self.read(self.gallery.check_rerank, rerank, targets)
+            except ValueError as error:
+                raise ApiError(409, str(error)) from None
+
+    async def search(self, data: bytes, k: int, targets: RiskTargets, rerank: str | None) -> Reply:
         """Search for an uploaded image."""
         with self._queue_slot():
             async with self._decoders.decode(data) as decoded:
-                with _readable():
-                    reply = await self._batcher.search(decoded.image, k, targets)
+                with _readable(), _mapped():
+                    reply = await self._batcher.search(decoded.image, k, targets, rerank)
         self._metrics.count_answer(reply.answer.state.value)
         return reply
 
-    async def search_item(self, id: str, k: int, targets: RiskTargets) -> Reply:
+    async def search_item(self, id: str, k: int, targets: RiskTargets, rerank: str | None) -> Reply:
         """Search for an item of the gallery, without itself."""
 
         def search() -> Reply:
             item = self._get_item(id)
             try:
-                return self.gallery.search_items([item.id], k, targets)[0]
+                return self.gallery.search_items([item.id], k, targets, rerank=rerank)[0]
             except ValueError:
                 self._get_item(id)  # 404 if it is removed at that moment
                 raise
 
-        with self._queue_slot(), _readable():
+        with self._queue_slot(), _readable(), _mapped():
             reply = await self._run(self._worker, search)
         self._metrics.count_answer(reply.answer.state.value)
         return reply
@@ -184,9 +193,9 @@ class Service:
         finally:
             self._version += 1
 
-    def _search(self, images: Sequence[Image], k: int, targets: RiskTargets) -> list[Reply]:
+    def _search(self, images: Sequence[Image], k: int, targets: RiskTargets, rerank: str | None) -> list[Reply]:
         with self._working():
-            return self.gallery.search(images, k, targets)
+            return self.gallery.search(images, k, targets, rerank=rerank)
 
     # ---- reading ----
 
@@ -211,8 +220,9 @@ class Service:
         return await self.read(read)
 
     def info(self) -> GalleryInfo:
-        """Describe the gallery; call it in a thread."""
-        return self._cached("info", lambda: GalleryInfo.of(self.gallery))
+        """Describe the gallery; call it in a thread. Position maps come without a change of the gallery."""
+        info = self._cached("info", lambda: GalleryInfo.of(self.gallery))
+        return info.model_copy(update={"rerankers": available_rerankers(self.gallery)})
 
     def listing(self) -> "Listing":
         """Return the sorted items; call it in a thread."""
@@ -313,6 +323,15 @@ def _readable() -> Iterator[None]:
         raise ApiError(503, "the gallery cannot be read now; the server's log says why", retry_after=1) from None
 
 
+@contextmanager
+def _mapped() -> Iterator[None]:
+    """Refuse a request if the gallery lacks a position map that it needs."""
+    try:
+        yield
+    except MissingMap as error:
+        raise ApiError(409, str(error)) from None
+
+
 # -------------------- pages of items --------------------
 
 
@@ -355,6 +374,7 @@ class _Query:
     image: Image
     k: int
     targets: RiskTargets
+    rerank: str | None
     reply: asyncio.Future[Reply]
 
 
@@ -364,7 +384,7 @@ class Batcher:
     A batch ends when it has ``size`` queries, or ``seconds`` after its first query.
 
     Args:
-        search: searches images that have the same k and targets.
+        search: searches images that have the same k, targets and re-ranking.
         worker: the thread for it.
         size: the largest batch.
         seconds: how long the first query waits for others.
@@ -389,11 +409,11 @@ class Batcher:
             self._waiting.put_nowait(None)
             await task
 
-    async def search(self, image: Image, k: int, targets: RiskTargets) -> Reply:
+    async def search(self, image: Image, k: int, targets: RiskTargets, rerank: str | None = None) -> Reply:
         """Return the reply to one query; raise what the search for this image raises."""
         if self._task is None:
             raise shutting_down()
-        query = _Query(image, k, targets, asyncio.get_running_loop().create_future())
+        query = _Query(image, k, targets, rerank, asyncio.get_running_loop().create_future())
         self._waiting.put_nowait(query)
         return await query.reply
 
@@ -424,18 +444,19 @@ class Batcher:
         return None not in batch
 
     def _answer(self, queries: Sequence[_Query]) -> list[Reply | Exception]:
-        """Search the queries in the worker thread, those with equal k and targets together."""
+        """Search the queries in the worker thread, those with equal k, targets and re-ranking together."""
         replies: dict[_Query, Reply | Exception] = {}
-        groups: dict[tuple[int, RiskTargets], list[_Query]] = {}
+        groups: dict[tuple[int, RiskTargets, str | None], list[_Query]] = {}
         for query in queries:
-            groups.setdefault((query.k, query.targets), []).append(query)
+            groups.setdefault((query.k, query.targets, query.rerank), []).append(query)
         for group in groups.values():
             replies.update(self._answer_group(group))
         return [replies[query] for query in queries]
 
     def _answer_group(self, group: Sequence[_Query]) -> dict[_Query, Reply | Exception]:
         try:
-            found = self._search([query.image for query in group], group[0].k, group[0].targets)
+            first = group[0]
+            found = self._search([query.image for query in group], first.k, first.targets, first.rerank)
             return dict(zip(group, found, strict=True))
         except Exception as error:
             if len(group) == 1:

@@ -101,3 +101,4 @@ class TrainOptions(TypedDict, total=False):
     learners: int
     divergence_weight: float
     divergence_margin: float
+    stage_heads: int

@@ -27,13 +27,13 @@ export function showNothing() {
   at("results").hidden = true;
 }
 
-/** Show a reply of /api/search. */
-export function showReply(reply) {
+/** Show a reply of /api/search; re-ranked or in the usual order. */
+export function showReply(reply, reranked) {
   const { words, look } = STATES[reply.state];
   const label = reply.state === "match" ? (reply.results[0]?.label ?? null) : null;
   const verdict = make("h3", { className: "verdict" }, words);
   if (label !== null) verdict.append(": ", make("bdi", {}, label));
-  const body = make("div", {}, verdict, make("p", { className: "reason" }, sentence(reply.reason)), ...chances(reply));
+  const body = make("div", {}, verdict, make("p", { className: "reason" }, sentence(reply.reason)), ...chances(reply, reranked));
   for (const note of reply.notes.filter(isNews)) body.append(make("p", { className: "note" }, sentence(withoutPromise(note))));
   body.append(numbers(reply));
   at("answer").removeAttribute("aria-busy");
@@ -50,8 +50,9 @@ export function showReply(reply) {
 const isNews = (note) => ![gallery.drift, gallery.growth].includes(note) && !note.startsWith("not calibrated");
 
 /** The numbers behind the answer, as sentences. For “not in the collection”, how unusual the query is comes first. */
-function chances({ state, calibrated, probability, novelty }) {
+function chances({ state, calibrated, probability, novelty }, reranked) {
   const line = (...words) => make("p", { className: "chance" }, ...words);
+  if (reranked) return [line("A guess: images that are compared part by part have no probability.")];
   if (!calibrated || probability === null) return [line("A guess: without a calibration there is no probability.")];
   const rejected = state === "not in the collection" && novelty !== null;
   const after = ` probability that the first result is right${rejected ? " anyway" : ""}`;

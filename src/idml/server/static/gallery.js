@@ -21,6 +21,7 @@ export async function readGallery() {
   document.title = `${gallery.name} · image search`;
   at("wish").hidden = !gallery.calibrated || gallery.promises.length === 0;
   at("uncalibrated").hidden = gallery.calibrated;
+  at("rerank-choice").hidden = !gallery.rerankers?.length;
   if (!at("wish").hidden) placeSlider(before);
 }
 
@@ -38,7 +39,10 @@ export const bareWarning = () =>
 export const uncertaintyCounts = () => gallery.level_speaks === true;
 
 /** A line of the service about what no longer holds, without the word for what does. */
-export const withoutPromise = (words) => words.replace(/:? nothing is promised.*$/, "");
+export const withoutPromise = (words) => words.replace(/(:|, so)? nothing is promised.*$/, "");
+
+/** The chosen re-ranker; null if there is none, or if the results keep their order. */
+export const reranker = () => (!at("rerank-choice").hidden && at("rerank").checked ? gallery.rerankers[0] : null);
 
 const promise = () => gallery.promises[Number(at("max-error").value)];
 
@@ -58,13 +62,16 @@ function placeSlider(before) {
 export function showPromise() {
   const { max_error, possible } = promise();
   const wish = `at most ${rate(max_error)}`;
-  const holds = possible && !gallery.drift;
+  const reranked = reranker() !== null;
+  const holds = possible && !gallery.drift && !reranked;
   at("wished").textContent = wish;
   at("max-error").setAttribute("aria-valuetext", holds ? wish : `${wish}, without a guarantee here`);
   at("promise").classList.toggle("refused", !holds);
-  at("promise").textContent = gallery.drift ? voided() : possible ? promised(promise()) : refused(promise());
+  at("promise").textContent = reranked ? RERANKED : gallery.drift ? voided() : possible ? promised(promise()) : refused(promise());
   showOpenSet();
 }
+
+const RERANKED = "No error rate holds for images that are compared part by part: the calibration is that of the usual order.";
 
 const voided = () =>
   `No error rate holds here now: ${sentence(withoutPromise(gallery.drift), { capital: false })} To mend this, run idml calibrate again.`;
@@ -97,7 +104,7 @@ function refused({ reason }) {
 function showOpenSet() {
   const facts = { "unknown images recognised": gallery.recognised, "known images wrongly rejected": gallery.rejected };
   const shown = Object.entries(facts).filter(([, share]) => typeof share === "number");
-  at("open-set").hidden = shown.length === 0 || Boolean(gallery.drift);
+  at("open-set").hidden = shown.length === 0 || Boolean(gallery.drift) || reranker() !== null;
   at("open-set").replaceChildren(
     ...shown.map(([words, share]) => make("div", {}, make("dt", {}, words), make("dd", {}, percent(share)))),
   );

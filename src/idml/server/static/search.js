@@ -1,7 +1,7 @@
 // Queries: a picture is dropped, pasted, chosen or photographed, or an item of the gallery; it is searched, cropped, added.
 import { at, make, say, telling } from "./dom.js";
 import { call, itemPath, json } from "./api.js";
-import { bareWarning, changed, gallery, maxError, readGallery, showPromise } from "./gallery.js";
+import { bareWarning, changed, gallery, maxError, readGallery, reranker, showPromise } from "./gallery.js";
 import { confirmed } from "./dialogs.js";
 import { showNothing, showReply, showWaiting } from "./answer.js";
 import { cropped } from "./crop.js";
@@ -43,10 +43,11 @@ async function ask(next) {
   try {
     if (!same) await preview(next, signal);
     if (gallery.items === undefined) await readGallery(); // it could not be read before
-    const reply = await requested(next, signal);
-    showReply(reply);
+    const order = reranker();
+    const reply = await requested(next, order, signal);
+    showReply(reply, order !== null);
     at("error").textContent = "";
-    offerJudgement(next.file, reply.results);
+    offerJudgement(order === null ? next.file : null, reply.results); // a calibration knows the usual order only
     at("add").hidden = !gallery.writable || !next.file;
     if (!same) at("answer").scrollIntoView({ block: "nearest" });
   } catch (problem) {
@@ -55,9 +56,9 @@ async function ask(next) {
   }
 }
 
-function requested({ file, item }, signal) {
+function requested({ file, item }, order, signal) {
   const wished = maxError();
-  const options = `k=${SHOWN}${wished === null ? "" : `&max_error=${wished}`}`;
+  const options = `k=${SHOWN}${wished === null ? "" : `&max_error=${wished}`}${order === null ? "" : `&rerank=${order}`}`;
   if (item) return json(`${itemPath(item, "/similar")}?${options}`, { signal });
   return json(`api/search?${options}`, { method: "POST", body: form(file), signal });
 }
@@ -160,6 +161,10 @@ for (const id of ["file", "camera"]) {
 at("crop").addEventListener("click", telling(crop));
 at("max-error").addEventListener("input", showPromise);
 at("max-error").addEventListener("change", telling(again));
+at("rerank").addEventListener("change", telling(() => {
+  if (!at("wish").hidden) showPromise();
+  return again();
+}));
 at("wish").addEventListener("submit", (event) => event.preventDefault());
 at("add").addEventListener("submit", telling(add));
 document.addEventListener("gallery-changed", telling(({ detail: { id, deleted } }) => {
