@@ -153,12 +153,17 @@ def test_make_commands_of_the_readme_exist():
 # -------------------- links --------------------
 
 
-def site_hooks():
-    """The hooks of the site, imported from their file."""
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+def import_file(path):
+    """A module, imported from its file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def site_hooks():
+    """The hooks of the site."""
+    return import_file(ROOT / "docs" / "site_hooks.py")
 
 
 MADE = re.findall(r'"([\w/]+\.md)"', (ROOT / "docs" / "site_hooks.py").read_text())  # pages of the site alone
@@ -224,6 +229,18 @@ def test_the_reference_has_every_command():
 
 
 # -------------------- the README --------------------
+
+
+def test_badges_say_what_the_repository_says():
+    """`python docs/badges.py` writes them again; the README names the same facts for those who do not see them."""
+    badges = import_file(ROOT / "docs" / "badges.py")
+    facts = badges.read_facts()
+    assert badges.FILE.read_text() == badges.draw_badges(facts)
+    assert facts["version"] == idml.__version__
+    assert facts["typed"] == "mypy strict"
+    first, *_, last = facts["python"].split(" | ")
+    words = f"version {facts['version']}, Python {first} to {last}, {facts['license']}, typed"
+    assert f"![{words}](docs/badges.svg)" in README
 
 
 def test_counts_of_the_readme():
