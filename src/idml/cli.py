@@ -494,8 +494,7 @@ def _embed(options: argparse.Namespace) -> int:
             progress=image_counter(display.report, "embedded"),
             note=display.note,
         )
-    words = f"{result['images']:,} images, {result['dimensions']} dimensions; {result['broken']:,} broken"
-    _print_result(result, options.json, [f"{options.to}: {words}, {result['skipped']:,} skipped"])
+    _print_result(result, options.json, result.lines())
     return 0
 
 
