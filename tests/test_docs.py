@@ -187,6 +187,14 @@ def anchors(page):
     return {"#" + re.sub(r"[^\w\s-]", "", title.replace("`", "").lower()).strip().replace(" ", "-") for title in titles}
 
 
+def test_the_site_shows_blocks_that_are_not_run_as_python():
+    """The parser of the site takes a fence with a second word for text, and all that follows too."""
+    written = "".join(f"```{name}\n{code}```\n" for name, code in read_blocks(ROOT / "docs" / "milvus.md")[0])
+    assert "```python no-run\n" in written
+    shown = site_hooks().on_page_markdown(written)
+    assert set(re.findall(r"^```(.+)$", shown, re.MULTILINE)) == {"sh", "python"}
+
+
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r": ([\w/-]+\.md)$", nav, re.MULTILINE)
