@@ -5,7 +5,7 @@
 The steps are the commands of README.md: clone, make setup, make demo; then index, calibrate, search and the page with
 your own photos (by default pictures that are drawn); then an installation into an environment of its own and the lines
 of Python of the README. A step whose result is there already is not repeated, so that a stopped run can continue. The
-time of the processors is printed too: it changes little if other programs run.
+processor time is printed too: it changes little if other programs run.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main():
         shutil.copytree(asked.photos, folder / "photos", dirs_exist_ok=True)
         shutil.copy(asked.query or next(asked.photos.rglob("*.jpg")), folder / "query.jpg")
 
-    print("| step | time | of the processors |\n| --- | --- | --- |")
+    print("| step | time | processor time |\n| --- | --- | --- |")
     timed("`git clone`", lambda: run(folder, "git", "clone", "-q", ROOT, checkout), checkout)
     timed("`make setup`", lambda: run(checkout, "make", "setup"), checkout / ".venv/.ready")
     timed("`make demo`", lambda: run(checkout, "make", "demo"), checkout / "runs/demo/report.html")

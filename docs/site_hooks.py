@@ -47,7 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Links from docs/ to the pages and scripts beside it lead to their copies in the site, and the other way round."""
+    """Links from docs/ to the pages and scripts beside it lead to their copies in the site, and the other way round.
+
+    A block that tests do not run (```python no-run) is an ordinary block here: the site knows no such language.
+    """
+    markdown = re.sub(r"^(`{3,}python) no-run$", r"\1", markdown, flags=re.MULTILINE)
     for page, source in BESIDE.items():
         markdown = markdown.replace(f"](../{source})", f"]({page})")
     markdown = re.sub(r"\]\((?:(?:\.\./)?examples/)?(\w+)\.py\)", r"](examples.md#\1)", markdown)

@@ -153,12 +153,17 @@ def test_make_commands_of_the_readme_exist():
 # -------------------- links --------------------
 
 
-def site_hooks():
-    """The hooks of the site, imported from their file."""
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+def import_file(path):
+    """A module, imported from its file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def site_hooks():
+    """The hooks of the site."""
+    return import_file(ROOT / "docs" / "site_hooks.py")
 
 
 MADE = re.findall(r'"([\w/]+\.md)"', (ROOT / "docs" / "site_hooks.py").read_text())  # pages of the site alone
@@ -180,6 +185,14 @@ def anchors(page):
     """The anchors of a page's headings, as GitHub and the site make them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {"#" + re.sub(r"[^\w\s-]", "", title.replace("`", "").lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_the_site_shows_blocks_that_are_not_run_as_python():
+    """The parser of the site takes a fence with a second word for text, and all that follows too."""
+    written = "".join(f"```{name}\n{code}```\n" for name, code in read_blocks(ROOT / "docs" / "milvus.md")[0])
+    assert "```python no-run\n" in written
+    shown = site_hooks().on_page_markdown(written)
+    assert set(re.findall(r"^```(.+)$", shown, re.MULTILINE)) == {"sh", "python"}
 
 
 def test_every_page_is_in_the_navigation():
@@ -226,13 +239,26 @@ def test_the_reference_has_every_command():
 # -------------------- the README --------------------
 
 
+def test_badges_say_what_the_repository_says():
+    """`python docs/badges.py` writes them again; the README names the same facts for those who do not see them."""
+    badges = import_file(ROOT / "docs" / "badges.py")
+    facts = badges.read_facts()
+    assert badges.FILE.read_text() == badges.draw_badges(facts)
+    assert facts["version"] == idml.__version__
+    assert facts["typed"] == "mypy strict"
+    first, *_, last = facts["python"].split(" | ")
+    words = f"version {facts['version']}, Python {first} to {last}, {facts['license']}, typed"
+    assert f"![{words}](docs/badges.svg)" in README
+
+
 def test_counts_of_the_readme():
     assert f"There are {len(LOSSES)} losses, {len(METHODS)} methods" in README
 
 
 def test_a_visitor_reads_little_before_the_first_success():
     """What stands before the commands for one's own photos, and the whole page."""
-    assert len(README.partition("idml serve gallery")[0]) < 1800
+    read = len(README.partition("idml serve gallery")[0])
+    assert f"{round(read, -2):,} characters of the README" in (ROOT / "docs" / "your_photos.md").read_text()
     assert len(README) < 10_000
 
 

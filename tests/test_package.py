@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import idml
+from package_check import check_pythons, run_aloud
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(idml.__file__).parent
@@ -104,3 +105,45 @@ def test_the_syntax_is_that_of_every_supported_version(version):
     check = [sys.executable, "-m", "ruff", "check", "--quiet", "--select", "E9,F", "--target-version", version, "src"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+# -------------------- make package --------------------
+
+
+def test_a_failed_step_is_named_and_only_what_needs_it_is_left_out(tmp_path, capsys):
+    ran = []
+
+    def run(command, place, settings):
+        ran.append((Path(command[0]).name, *command[1:3]))
+        if "demo" in command:
+            raise subprocess.CalledProcessError(1, "idml", stderr="Traceback …\nImportError: no torch here\n")
+
+    assert check_pythons(["python3.99"], Path("idml.whl"), tests=True, keep=str(tmp_path), run=run) == 1
+    assert [words[0] for words in ran].count("idml") == 2
+    assert ("python", "-m", "pytest") in ran
+    first, *missed = capsys.readouterr().out.splitlines()
+    assert first.startswith("python3.99: done: an empty environment, pip install, pip check, idml --version, every")
+    assert missed == [
+        "python3.99: idml demo --quick: failed: ImportError: no torch here",
+        "python3.99: embed and search: not tried: it needs 'idml demo --quick'",
+    ]
+
+
+def test_every_python_is_tried_and_one_that_is_not_there_is_named(tmp_path, capsys):
+    def run(command, place, settings):
+        assert "PYTHONPATH" not in settings
+        if command[0] == "nowhere/python":
+            run_aloud(command, place, settings)
+
+    assert check_pythons(["nowhere/python", "other"], Path("idml.whl"), tests=False, keep=str(tmp_path), run=run) == 1
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert said[0] == "nowhere/python: done: nothing"
+    assert "an empty environment: failed: [Errno 2] No such file or directory" in said[1]
+    assert said[-1].startswith("other: done: an empty environment, pip install")
+    assert check_pythons(["other"], Path("idml.whl"), tests=False, keep=str(tmp_path / "again"), run=run) == 0
+
+
+def test_the_classifiers_are_the_pythons_of_the_docs(metadata):
+    tried = [line.rpartition(" ")[2] for line in metadata.get_all("Classifier") if re.search(r":: 3\.\d+$", line)]
+    said = (ROOT / "docs" / "install.md").read_text()
+    assert tried == re.findall(r"^\| (3\.\d+) \|", said, re.MULTILINE)

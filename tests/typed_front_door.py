@@ -25,6 +25,8 @@ def use_everything(folder: Path) -> None:
         assert_type(gallery.search(["a.jpg", Path("b.jpg")], k=3, max_error=0.05), list[Reply])
     embeddings = idml.load_model(folder).embed(folder / "a.jpg")
     assert_type(embeddings, idml.Embeddings)
+    assert_type(idml.embed("photos", to="photos.npz").images, int)
+    assert_type(idml.index("photos", "gallery").new, int)
     labels = idml.LabelSets(torch.tensor([0]))
     loss = idml.build_loss("contrastive", metric=idml.IntrospectiveMetric(rule="off"))
     loss(embeddings, labels)

@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from idml.compat import keep_memory
 from idml.errors import printable
 from idml.progress import Display, image_counter
 from idml.records import format_figures
+from idml.training.keywords import TrainOptions
 
 Handler = Callable[[argparse.Namespace], int]
 _GALLERY = "a folder, or milvus://host:port/collection"
@@ -99,6 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given and given[0] in commands:
         commands[given[0]].words = given[1:]
     elif given and given[0].startswith("-"):
+        flag = given[0].partition("=")[0]
+        owners = _commands_with(flag, commands)
+        if owners and flag not in ("-h", "--help", "--version"):
+            parser.error(f"{flag!r} is an option of {', '.join(owners)}: write it after the command")
         parser.words = given
     options, unexpected = parser.parse_known_args(given)
     if unexpected:
@@ -161,6 +166,17 @@ def build_parser(chosen: list[str]) -> tuple[Parser, dict[str, Parser]]:
     if len(commands.choices) == len(adders):
         parser.epilog = _list_commands(commands.choices)
     return parser, commands.choices
+
+
+def _commands_with(flag: str, commands: Mapping[str, Parser]) -> list[str]:
+    """Return the commands that have a flag; the flags of train are taken from the keywords of `idml.train`."""
+    keywords = {*TrainOptions.__required_keys__, *TrainOptions.__optional_keys__, "config", "dry_run", "resume"}
+    trains = flag.removeprefix("--").removeprefix("no-").replace("-", "_") in keywords
+    flags = {
+        name: {word for action in parser.arguments for word in action.option_strings}
+        for name, parser in commands.items()
+    }
+    return [f"'idml {name}'" for name in commands if flag in flags[name] or (name == "train" and trains)]
 
 
 def _list_commands(commands: dict[str, Parser]) -> str:
@@ -476,8 +492,7 @@ def _embed(options: argparse.Namespace) -> int:
             progress=image_counter(display.report, "embedded"),
             note=display.note,
         )
-    words = f"{result['images']:,} images, {result['dimensions']} dimensions; {result['broken']:,} broken"
-    _print_result(result, options.json, [f"{options.to}: {words}, {result['skipped']:,} skipped"])
+    _print_result(result, options.json, result.lines())
     return 0
 
 
@@ -513,7 +528,9 @@ def _gallery(options: argparse.Namespace) -> int:
         _print_result(result, options.json, [f"{changed:,} changed, {result['items']:,} items"])
         if missing:
             also = f" (nor {len(missing) - 1:,} more of these)" if len(missing) > 1 else ""
-            _print_note(f"idml gallery: {place} has no item {missing[0]!r}{also}")
+            _print_note(
+                f"idml gallery: {place} has no item {missing[0]!r}{also}; 'idml gallery list {place}' shows all ids"
+            )
         return 2 if missing else 0
     with open_engine(place, run=run, write=action == "compact") as engine:
         if action == "feedback":

@@ -56,7 +56,9 @@ def test_from_python_and_one_image(place):
 
 def test_many_images_in_order(place, monkeypatch):
     monkeypatch.setattr("idml.search.embed.BATCH", 2)
-    idml.embed("photos", to="e.npz", model="run")
+    written = idml.embed("photos", "e.npz", model="run")
+    assert (written.file, written.images, written.dimensions) == ("e.npz", 4, 16)
+    assert str(written) == "e.npz: 4 images, 16 dimensions; 0 broken, 0 skipped"
     idml.embed("photos/loose.png", to="one.npz", model="run")
     every, one = (np.load(name, allow_pickle=False) for name in ("e.npz", "one.npz"))
     np.testing.assert_allclose(every["vectors"][3], one["vectors"][0], rtol=1e-4, atol=1e-5)

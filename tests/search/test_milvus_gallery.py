@@ -1,6 +1,9 @@
 """A whole gallery in a real Milvus server: the answers are those of the same gallery in a folder."""
 
+import subprocess
+import sys
 from dataclasses import astuple, replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +15,16 @@ from idml.search.engines.milvus_connection import Connection
 from idml.search.gallery import Gallery, Upload, open_or_create
 from idml.search.indexing import index_folder
 from idml.search.tsne_map import gallery_map
+
+
+def test_the_example(milvus, tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "milvus_gallery.py"
+    words = [sys.executable, script, milvus.place("example")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Indexed(new=96, " in done.stdout
+    assert "the first result is now 'renamed elsewhere'" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_a_gallery_in_a_real_server(milvus, tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from idml.embeddings import Embeddings
 from idml.files import write_atomic
 from idml.model.model import PRETRAINED, resolve_model
 from idml.progress import Count, Note, silent
+from idml.records import Record
 from idml.search.embedder import BATCH, Runtime, open_embedder
 from idml.search.indexing import MAX_BYTES, label_of, list_images
 from idml.search.uploads import Upload, embed_uploads
@@ -30,14 +30,14 @@ _MAX_NAMED = 20  # unreadable images that get a line of their own
 
 def embed_images(
     images: str | Path,
-    *,
     to: str | Path,
+    *,
     model: str | Path = PRETRAINED,
     weights: str | Path | None = None,
     runtime: Runtime = "auto",
     progress: Count = silent,
     note: Note = silent,
-) -> dict[str, Any]:
+) -> "EmbeddedImages":
     """Write the embeddings of the images in a folder to an .npz file; return figures.
 
     Args:
@@ -89,15 +89,39 @@ def embed_images(
     np.savez(out, allow_pickle=False, **arrays)
     write_atomic(file, out.getvalue())
     count, dimensions = arrays["vectors"].shape
-    return {
-        "file": str(file),
-        "images": count,
-        "dimensions": dimensions,
-        "labelled": int((arrays["labels"] != "").sum()),
-        "broken": len(broken),
-        "skipped": others,
-        "model": embedder.fingerprint,
-    }
+    return EmbeddedImages(
+        file=str(file),
+        images=count,
+        dimensions=dimensions,
+        labelled=int((arrays["labels"] != "").sum()),
+        broken=len(broken),
+        skipped=others,
+        model=embedder.fingerprint,
+    )
+
+
+class EmbeddedImages(Record):
+    """What `embed_images` wrote: the file, and how many images it holds."""
+
+    @property
+    def file(self) -> str:
+        """The file."""
+        return str(self["file"])
+
+    @property
+    def images(self) -> int:
+        """The number of images in the file."""
+        return int(self["images"])
+
+    @property
+    def dimensions(self) -> int:
+        """The size of a vector."""
+        return int(self["dimensions"])
+
+    def lines(self) -> list[str]:
+        """Return one line with all counts."""
+        words = f"{self.images:,} images, {self.dimensions} dimensions; {self['broken']:,} broken"
+        return [f"{self.file}: {words}, {self['skipped']:,} skipped"]
 
 
 def _list(images: str | Path, note: Note) -> tuple[str, list[str], int]:

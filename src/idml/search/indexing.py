@@ -105,7 +105,12 @@ def check_folder(folder: Path) -> None:
 def _find_root(folder: Path) -> str:
     root = os.path.realpath(folder)
     if not os.path.isdir(root):
-        raise FileNotFoundError(f"there is no folder {str(folder)!r}; nothing was changed")
+        wrong = (
+            f"{str(folder)!r} is a file, name its folder"
+            if os.path.exists(root)
+            else f"there is no folder {str(folder)!r}"
+        )
+        raise FileNotFoundError(f"{wrong}; nothing was changed")
     return root
 
 
