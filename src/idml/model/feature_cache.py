@@ -130,7 +130,8 @@ class FeatureCache:
 def compute_features(model: Model, images: Tensor) -> Tensor:
     """Compute the trunk's features of images, without a cache."""
     cache = FeatureCache(model, images=len(images))
-    return torch.cat([torch.from_numpy(cache.compute(part)) for part in images.split(64)])
+    parts = (partial(images.__getitem__, slice(i, i + 64)) for i in range(0, len(images), 64))
+    return torch.cat([torch.from_numpy(rows) for rows in cache.compute_all(parts)])
 
 
 def load_features(
