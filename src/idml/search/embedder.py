@@ -185,7 +185,7 @@ class OnnxEmbedder:
 
 
 def share_cores(embedder: Embedder, callers: int) -> Embedder:
-    """An embedder for so many callers at a time, each in a thread: with ONNX Runtime each has its share of the cores."""
+    """An embedder for so many callers, each in a thread: with ONNX Runtime each has its share of the cores."""
     if callers > 1 and type(embedder) is OnnxEmbedder:
         return OnnxEmbedder(embedder.run, threads=max(1, torch.get_num_threads() // callers))
     return embedder

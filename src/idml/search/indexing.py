@@ -21,7 +21,7 @@ import torch
 
 from idml.data.layouts import EXTENSIONS, describe_others
 from idml.embeddings import Embeddings
-from idml.parallel import run_in_threads
+from idml.parallel import run_in_threads, run_on_cores
 from idml.progress import Count, Note, silent
 from idml.search.embedder import Embedder, share_cores
 from idml.search.engines import Item
@@ -206,7 +206,9 @@ class _Indexer:
     def add_files(self, names: Sequence[str]) -> None:
         """Add files, each 64 of them in one change."""
         done, waiting = 0, list[_Group]()
-        with closing(run_in_threads(self._jobs(names), self.threads)) as groups:
+        shared = self.embedder is not self.gallery.embedder  # one that leaves other cores to other threads
+        run = run_on_cores if shared else run_in_threads
+        with closing(run(self._jobs(names), self.threads)) as groups:
             for group in groups:
                 done += group.files
                 waiting.append(group)
