@@ -244,7 +244,7 @@ def test_fresh_images_are_as_wrong_as_rehearsed_ones_unless_they_differ():
 
     made_embeddings, labels = made(80, 8, seed=3)
     semantic = made_embeddings.semantic
-    assert abs(compare(semantic, labels < 0)) < 0.06
+    assert abs(compare(semantic, labels < 0)) < 0.1
     same = semantic.clone()
     same[labels >= 64] = semantic[labels < 16]  # the classes kept out look like classes of the gallery
     assert compare(same, (labels < 64) & (torch.arange(len(labels)) % 8 < 6)) > 0.15
