@@ -179,7 +179,7 @@ def trunk_session(size: int) -> Bare:
     """The default trunk in the bare runtime. The command exports it again: its cache is another one."""
     model, opened = build_model(image_size=size), []
     module = sys.modules[TrunkSession.__module__]
-    original, module.open_session = module.open_session, lambda data: opened.append(data)
+    original, module.open_session = module.open_session, lambda data, threads=None: opened.append(data)
     try:
         TrunkSession(model, keep=False)
     finally:

@@ -2,8 +2,9 @@ import threading
 from contextlib import closing
 
 import pytest
+import torch
 
-from idml.parallel import run_in_threads
+from idml.parallel import run_in_threads, run_on_cores
 
 
 def test_results_come_in_order_although_later_jobs_end_first():
@@ -43,3 +44,21 @@ def test_an_error_ends_the_work():
     with pytest.raises(ValueError, match="no"):
         list(run_in_threads([fail, *(lambda i=i: done.append(i) for i in range(50))], threads=1))
     assert len(done) < 5
+
+
+@pytest.mark.parametrize("end", ["done", "error", "closed"])
+def test_torch_has_one_thread_within_jobs_and_all_of_them_afterwards(end):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        if end == "error":
+            with pytest.raises(ZeroDivisionError):
+                list(run_on_cores([lambda: 1 // 0], threads=2))
+        else:
+            with closing(run_on_cores([torch.get_num_threads] * 9, threads=2)) as found:
+                assert next(found) == 1
+                assert end == "closed" or set(found) == {1}
+        assert torch.get_num_threads() == 3
+        assert list(run_in_threads([torch.get_num_threads], threads=1)) == [3]
+    finally:
+        torch.set_num_threads(before)

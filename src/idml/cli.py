@@ -210,17 +210,24 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument(
         "--weights", metavar="FILE", help="with --model timm:NAME: its weights, a safetensors file (default: the hub)"
     )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        metavar="PIXELS",
+        help="with --model timm:NAME: the side of the images that the network sees (default: its own)",
+    )
 
 
 def _chosen_model(options: argparse.Namespace) -> Any:
-    """The model named by --model and --weights: None, or what every function takes as a run."""
-    if options.model is None and options.weights is None:
+    """The model named by --model, --weights and --image-size: None, or what every function takes as a run."""
+    if options.model is None and options.weights is None and options.image_size is None:
         return None
     from idml.model.model import resolve_model
 
     if options.model is None:
-        raise ValueError("--weights goes with --model timm:NAME, which names the network that the file is for")
-    return resolve_model(options.model, options.weights)
+        given = "--weights" if options.weights is not None else "--image-size"
+        raise ValueError(f"{given} goes with --model timm:NAME, which names the network that it is for")
+    return resolve_model(options.model, options.weights, image_size=options.image_size)
 
 
 def _print_result(result: dict[str, Any], as_json: bool, lines: list[str], report: object = None) -> None:

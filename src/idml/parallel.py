@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -29,3 +31,17 @@ def run_in_threads(jobs: Iterable[Callable[[], T]], threads: int) -> Generator[T
         finally:
             for future in ahead:
                 future.cancel()
+
+
+def run_on_cores(jobs: Iterable[Callable[[], T]], threads: int) -> Generator[T, None, None]:
+    """Run jobs as `run_in_threads`, where torch uses one thread for each: their tensors are too small for more.
+
+    The number of threads is one for the whole process. So until the last job is done, torch has one thread in all of
+    it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # for the threads that start now
+    try:
+        yield from run_in_threads(jobs, threads)
+    finally:
+        torch.set_num_threads(before)

@@ -230,6 +230,34 @@ def test_mistakes_are_one_line(model, options, expected, cache):
     assert not (cache / "timm").exists()
 
 
+def test_a_network_sees_images_of_another_size(weights, photos, tmp_path, monkeypatch, capsys):
+    """A transformer's positions are interpolated as timm does it."""
+    monkeypatch.chdir(tmp_path)
+    file = weights("test_vit")
+    network = timm.create_model("test_vit", pretrained=False).eval()
+    network.load_state_dict(load_file(file))
+    network.set_input_size(img_size=96)
+    own, small = (load_model(resolve_model("timm:test_vit", file, image_size=size)) for size in (None, 96))
+    assert (own.trunk.image_size, small.trunk.image_size) == (160, 96)
+    pixels = load_square(photos / "cats" / "0.png", 96).unsqueeze(0) / 255
+    with torch.no_grad():
+        expected = network.forward_head(network.forward_features((pixels - 0.5) / 0.5), pre_logits=True)
+    torch.testing.assert_close(small.embed(pixels).semantic, expected, rtol=1e-4, atol=1e-5)
+    chosen = ["--model", "timm:test_vit", "--weights", str(file), "--image-size"]
+    assert cli.main(["index", "photos", "--to", "g", *chosen, "96"]) == 0
+    with Gallery.open("g") as gallery:
+        assert gallery.embedder.fingerprint == fingerprint(resolve_model("timm:test_vit", file, image_size=96))
+        assert gallery.embedder.fingerprint != fingerprint(resolve_model("timm:test_vit", file))
+    assert cli.main(["embed", "photos", "--to", "e.npz", *chosen, "96"]) == 0
+    capsys.readouterr()
+    assert cli.main(["embed", "photos", "--to", "e.npz", *chosen, "0"]) == 2
+    assert "image_size must be a positive whole number, got 0" in one_line(capsys)
+    assert cli.main(["embed", "photos", "--to", "e.npz", "--image-size", "96"]) == 2
+    assert "--image-size goes with --model timm:NAME" in one_line(capsys)
+    assert cli.main(["embed", "photos", "--to", "e.npz", "--model", "pretrained", "--image-size", "96"]) == 2
+    assert "an image size goes with a model timm:NAME; pretrained has its own" in one_line(capsys)
+
+
 def test_weights_of_another_network(weights, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     wrong = ["--model", "timm:test_vit", "--weights", str(weights("test_resnet"))]

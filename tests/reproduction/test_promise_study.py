@@ -13,10 +13,12 @@ from idml.calibration.calibrate import CalibrationQueries, fit_queries
 from idml.calibration.open_set import QueryPool
 from idml.cli import main
 from idml.data.sampling import random_stream
+from idml.evaluation.knn import nearest
 from idml.progress import silent
-from idml.reproduction import promise_draws, promise_study
+from idml.reproduction import promise_draws, promise_fresh, promise_study
 from idml.reproduction.front_page import PROMISES
 from idml.reproduction.promise_draws import Curve, Population, draw, measure_draw, mixture, take_queries
+from idml.reproduction.promise_fresh import Everything, keep_out, measure_fresh, rehearse
 from idml.reproduction.promise_study import Cells, draw_many
 from idml.reproduction.promise_tables import render_promises
 from idml.search.gallery_calibration import search_known_and_unknown
@@ -164,3 +166,85 @@ def test_copies_are_drawn_by_picture(population):
     assert len(drawn.groups.unique()) == 20
     assert float(drawn.weights.min()) == 1
     assert torch.equal(drawn.fresh_known, drawn.fresh_unknown)
+
+
+def test_galleries_that_keep_images_out_are_searched_as_if_they_were_made(monkeypatch):
+    """Lists of one search of everything, restricted, give the queries of a search in each gallery."""
+    embeddings, labels = made(20, 6)
+    learned, nothing = torch.zeros(len(labels), dtype=torch.bool), torch.full_like(labels, -1)
+    monkeypatch.setattr(promise_fresh, "_DEPTH", 30)  # some lists are too short and searched again
+    everything = Everything(labels, learned, nothing, [(embeddings, nearest(embeddings, 30))])
+    out = keep_out(labels, learned, random_stream("k"))
+    outside = [label for label in labels.unique().tolist() if bool(out[labels == label].all())]
+    assert len(outside) == 4
+    rest = ~torch.isin(labels, torch.tensor(outside))
+    assert 5 < int((out & rest).sum()) < 40
+    rows = (~out).nonzero().flatten()
+    pool = QueryPool(embeddings[rows], labels[rows])
+    expected = search_known_and_unknown(pool)
+    found = everything.collect(~out).queries
+    assert_same_queries(found, expected)
+    asked = everything.search(out, ~out)
+    assert_same_queries(asked, QueryPool(embeddings[out], labels[out], embeddings[rows], labels[rows]).search())
+    assert set(asked.labels[~asked.known].tolist()) == set(outside)
+
+
+def assert_same_queries(found, expected):
+    assert torch.equal(found.labels, expected.labels)
+    assert torch.equal(found.known, expected.known)
+    assert torch.equal(found.correct, expected.correct)
+    for name, scores in expected.evidence.scores.items():
+        torch.testing.assert_close(found.evidence.scores[name], scores, msg=name)
+
+
+def test_learned_images_stay_and_learned_classes_are_queried_by_heads_without_them():
+    embeddings, labels = made(20, 6)
+    learned = (labels < 8) & (torch.arange(len(labels)) % 6 < 4)
+    folds = torch.where(labels < 8, labels % 2, -1)
+    other = [made(20, 6, seed=seed)[0] for seed in (1, 2)]
+    views = [(view, nearest(view, 256)) for view in (embeddings, *other)]
+    everything = Everything(labels, learned, folds, views)
+    out = keep_out(labels, learned, random_stream("k"))
+    assert not bool((out & learned).any())
+    assert bool(out[(labels < 8) & ~learned].all())
+    assert all(bool(out[labels == label].any()) != bool(out[labels == label].all()) for label in range(8))
+    queries = everything.collect(~out).queries
+    for fold, view in enumerate(other):
+        asked = (~out & (folds == fold)).nonzero().flatten()
+        inside = (~out).nonzero().flatten()
+        place = torch.searchsorted(inside, asked)
+        alone = QueryPool(view[asked], labels[asked], view[inside], labels[inside], rows=place).search()
+        mine = queries.known & torch.isin(queries.labels, labels[asked].unique())
+        torch.testing.assert_close(queries.evidence.nearest[mine], alone.evidence.nearest)
+
+
+def test_a_rehearsal_takes_queries_away_from_the_calibration():
+    embeddings, labels = made(40, 8)
+    found = CalibrationQueries(search_known_and_unknown(QueryPool(embeddings, labels)), True, "")
+    left, asked = rehearse(found, random_stream("r"))
+    outside = asked.labels[~asked.known].unique()
+    assert len(outside) == 10
+    assert int((~asked.known).sum()) == 80
+    assert not bool(torch.isin(left.queries.labels, outside).any())
+    assert len(left.queries) + int(asked.known[~torch.isin(asked.labels, outside)].sum()) == 2 * 30 * 8
+    assert 30 < int(asked.known.sum()) < 100
+
+
+def test_fresh_images_are_as_wrong_as_rehearsed_ones_unless_they_differ():
+    """Unknown classes like those of the gallery are rehearsed well; ones that lie on its classes are noticed."""
+
+    def compare(semantic, learned):
+        embeddings, none = Embeddings(semantic, torch.zeros(len(labels), 1)), torch.full_like(labels, -1)
+        cell = measure_fresh(Everything(labels, learned, none, [(embeddings, nearest(embeddings, 256))]), 10, silent)
+        assert (cell["galleries"], cell["classes"]) == (10, 16)
+        assert "16 unknown classes" in render_promises({"fresh made pretrained": cell})
+        rates = cell["shares"]["0.5"]
+        fresh, rehearsed = (rates[kind]["0.2"] for kind in promise_fresh.ASKED[1:])
+        return fresh["wrong"] / fresh["answered"] - rehearsed["wrong"] / rehearsed["answered"]
+
+    made_embeddings, labels = made(80, 8, seed=3)
+    semantic = made_embeddings.semantic
+    assert abs(compare(semantic, labels < 0)) < 0.1
+    same = semantic.clone()
+    same[labels >= 64] = semantic[labels < 16]  # the classes kept out look like classes of the gallery
+    assert compare(same, (labels < 64) & (torch.arange(len(labels)) % 8 < 6)) > 0.15

@@ -16,7 +16,7 @@ from idml.model.backbones import build_trunk
 from idml.model.model import FILE, ModelConfig, build_model, fingerprint, fingerprint_of, save_model
 from idml.model.onnx import export_onnx
 from idml.search import embedder as embedders
-from idml.search.embedder import MANY, ONNX_BATCH, OnnxEmbedder, open_embedder, prepare_image
+from idml.search.embedder import MANY, ONNX_BATCH, OnnxEmbedder, open_embedder, prepare_image, share_cores
 from idml.search.gallery import Gallery
 
 ONNX = "model.onnx"
@@ -314,3 +314,16 @@ def test_pretrained(cache, monkeypatch):
         features = trunk(torch.stack([prepare_image(image, 28) for image in pictures(3)]) / 255)
     same(embedder.embed(pictures(3)), Embeddings.certain(features))
     assert len(list(cache.glob("*.onnx"))) == 1
+
+
+def test_callers_in_threads_have_a_core_each(run, monkeypatch):
+    """Passes of one core each give the same embeddings; torch, which takes all cores in turn, stays as it is."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    whole, by_torch = OnnxEmbedder(run), open_embedder(run, runtime="torch")
+    parts = {callers: share_cores(whole, callers) for callers in (1, 2, 4, 8)}
+    threads = {n: one._session.get_session_options().intra_op_num_threads for n, one in parts.items()}
+    assert threads == {1: 4, 2: 2, 4: 1, 8: 1}
+    assert share_cores(by_torch, 4) is by_torch
+    image = Image.effect_noise((40, 30), 50).convert("RGB")
+    assert parts[4].fingerprint == whole.fingerprint
+    torch.testing.assert_close(parts[4].embed([image]).semantic, whole.embed([image]).semantic)

@@ -60,7 +60,7 @@ class QueryPool:
     """Queries, their classes [n], and a gallery; without a gallery, each query is searched among the others.
 
     ``rows`` [n] are the places of the queries in the gallery, −1 for a query that is not in it. A query never finds
-    itself.
+    itself. ``neighbours`` are the lists of a search that was made before, nearest first; −1 where there is no image.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class QueryPool:
         *,
         rows: Tensor | None = None,
         depth: int = _DEPTH,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.queries, self.labels = queries, labels
         self.gallery = queries if gallery is None else gallery
@@ -79,7 +80,9 @@ class QueryPool:
         if rows is None:
             rows = torch.arange(len(labels)) if gallery is None else torch.full((len(labels),), -1)
         self.rows = rows
-        if gallery is None:
+        if neighbours is not None:
+            self.neighbours = neighbours
+        elif gallery is None:
             self.neighbours = nearest(queries, depth)
         else:
             self.neighbours = nearest(

@@ -166,7 +166,8 @@ def _decode(file: BinaryIO, min_side: int) -> Decoded:
     image.load()
     with suppress(SyntaxError, struct.error, ValueError, TypeError, KeyError, EOFError):  # malformed EXIF is ignored
         ImageOps.exif_transpose(image, in_place=True)
-    return Decoded(_as_rgb(image), format)
+    loaded = image.format == "JPEG" and image.mode == "RGB"  # it holds no file any more: no copy is needed
+    return Decoded(image if loaded else _as_rgb(image), format)
 
 
 # -------------------- checks before decoding --------------------

@@ -37,7 +37,7 @@ _RISK_COVERAGE = (
     "risk-coverage curves of all scores on clean queries: from the query alone solid, with the gallery dashed"
 )
 _POINTS = 300  # of a curve: more than a screen shows
-_IMAGES = 3000  # of a t-SNE
+_IMAGES = 1500  # of a t-SNE
 _GROUPS = {"query_only": QUERY_ONLY, "gallery_aware": GALLERY_AWARE}
 _RETRIEVAL = ("recall@1", "recall@2", "recall@4", "recall@8", "r_precision", "map@r", "nmi")
 _COLUMNS = {
@@ -315,7 +315,7 @@ def draw_histogram(scores: Mapping[str, Tensor], label: str) -> "Figure":
 
 
 def _show_tsne(points: Tensor, labels: Tensor, score: Tensor, label: str, note: Note) -> str:
-    """Draw at most 3,000 embeddings for the page."""
+    """Draw at most 1,500 embeddings for the page."""
     chosen = torch.randperm(len(points), generator=random_stream("t-SNE"))[:_IMAGES].sort().values
     points, labels, score = points[chosen], labels[chosen], score[chosen]
     if len(points) < 4 or bool((points == points[0]).all()):

@@ -180,7 +180,17 @@ def build_trunk(
     network.reset_classifier(0)
     if weights is not None:
         classifier = settings.get("classifier") or ()
-        load_weights(network, weights, (classifier,) if isinstance(classifier, str) else classifier, name)
+        names = (classifier,) if isinstance(classifier, str) else classifier
+        try:
+            load_weights(network, weights, names, name)
+        except ValueError:
+            if image_size is None or not hasattr(network, "set_input_size"):
+                raise
+            # a transformer has a vector for each position: load them at its own size, then interpolate
+            network = _timm_network(name, pretrained=False, in_chans=in_chans, image_size=None)
+            network.reset_classifier(0)
+            load_weights(network, weights, names, name)
+            network.set_input_size(img_size=image_size)
     width = int(network.num_features)
     if pooling == "timm":
         width = int(getattr(network, "head_hidden_size", width))

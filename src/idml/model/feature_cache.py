@@ -17,7 +17,7 @@ from idml.embeddings import Embeddings
 from idml.files import cache_folder, cached_array
 from idml.model.inference import TrunkSession, export_pays
 from idml.model.model import Model, evaluation_mode, hash_weights
-from idml.parallel import run_in_threads
+from idml.parallel import run_in_threads, run_on_cores
 from idml.progress import Count, silent
 
 VERSION = 2
@@ -70,8 +70,8 @@ class FeatureCache:
         one prepares images. With torch, one thread does: the trunk is set to evaluation mode meanwhile.
         """
         self._open()
-        threads = 1 if self.session is None else torch.get_num_threads()
-        return run_in_threads((partial(self._compute_batch, batch) for batch in batches), threads)
+        jobs = (partial(self._compute_batch, batch) for batch in batches)
+        return run_in_threads(jobs, 1) if self.session is None else run_on_cores(jobs, torch.get_num_threads())
 
     def _compute_batch(self, batch: Callable[[], Tensor]) -> NDArray[Any]:
         return self.compute(batch())
@@ -131,7 +131,8 @@ class FeatureCache:
 def compute_features(model: Model, images: Tensor) -> Tensor:
     """Compute the trunk's features of images, without a cache."""
     cache = FeatureCache(model, images=len(images))
-    return torch.cat([torch.from_numpy(cache.compute(part)) for part in images.split(64)])
+    parts = (partial(images.__getitem__, slice(i, i + 64)) for i in range(0, len(images), 64))
+    return torch.cat([torch.from_numpy(rows) for rows in cache.compute_all(parts)])
 
 
 def load_features(

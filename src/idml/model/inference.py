@@ -56,7 +56,8 @@ def _count_outputs(trunk: Trunk) -> int:
 class TrunkSession:
     """The trunk of a model in ONNX Runtime; a ``ValueError`` if it cannot be exported.
 
-    With ``keep`` the exported trunk is stored in the cache. A process opens a trunk once.
+    With ``keep`` the exported trunk is stored in the cache. A process opens a trunk once. A pass runs on one core:
+    `idml.model.feature_cache.FeatureCache.compute_all` makes as many passes at a time as there are cores.
     """
 
     def __init__(self, model: Model, *, keep: bool) -> None:
@@ -67,7 +68,7 @@ class TrunkSession:
             places = [cache_folder() / f"trunk-{fingerprint}-v{FORMAT}.onnx"] if keep else []
             file = find_onnx(places, fingerprint)
             file = file or export_once(places, fingerprint, lambda: _export(model, fingerprint))
-            self.session = open_session(file.data)
+            self.session = open_session(file.data, threads=1)
         _sessions[fingerprint] = self.session
         while len(_sessions) > 2:
             _sessions.popitem(last=False)

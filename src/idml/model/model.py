@@ -518,23 +518,26 @@ def load_model(run: str | Path, *, weights: str | Path | None = None) -> Model:
     return model.eval()
 
 
-def resolve_model(run: str | Path, weights: str | Path | None = None) -> str | Path:
+def resolve_model(run: str | Path, weights: str | Path | None = None, *, image_size: int | None = None) -> str | Path:
     """Return ``run``; for ``timm:NAME``, a folder in the cache with a model of that network as timm uses it.
 
     The model has no heads: s is what timm's classifier would read. Its weights come from ``weights``, a safetensors
-    file, or from the hub; both are needed only once.
+    file, or from the hub; both are needed only once. It sees images of ``image_size`` pixels a side, by default as many
+    as its weights were made for.
     """
     if not str(run).startswith(TIMM):
         if weights is not None:
             raise ValueError(f"weights go with a model {TIMM}NAME; {run} has its own")
+        if image_size is not None:
+            raise ValueError(f"an image size goes with a model {TIMM}NAME; {run} has its own")
         return run
     name = str(run).removeprefix(TIMM)
     if not name or "/" in name:
         raise ValueError(f"name a network of timm: {TIMM}NAME, such as {TIMM}resnet50; got {str(run)!r}")
     key = name if weights is None else f"{name}-{read_weights(weights).sha256[:16]}"
-    folder = cache_folder() / "timm" / key
+    folder = cache_folder() / "timm" / (key if image_size is None else f"{key}-{image_size}px")
     if not (folder / FILE).is_file():
-        model = _build_without_heads(name, weights)
+        model = _build_without_heads(name, weights, image_size)
         folder.mkdir(parents=True, exist_ok=True)
         with lock_file(folder / ".lock"):
             source = {"file": model.config.weights_file, "sha256": model.config.weights_sha256}
@@ -546,10 +549,10 @@ def resolve_model(run: str | Path, weights: str | Path | None = None) -> str | P
     return folder
 
 
-def _build_without_heads(name: str, weights: str | Path | None) -> Model:
+def _build_without_heads(name: str, weights: str | Path | None, image_size: int | None) -> Model:
     """Build a network of timm as timm uses it, and try it on one image."""
     try:
-        model = build_model(name, weights=weights, head="none", pooling="timm")
+        model = build_model(name, weights=weights, head="none", pooling="timm", image_size=image_size)
         found = model.embed(torch.zeros(1, 3, model.trunk.image_size, model.trunk.image_size)).semantic
     except (RuntimeError, TypeError, AttributeError, AssertionError, NotImplementedError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]

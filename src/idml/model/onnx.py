@@ -215,12 +215,15 @@ def _export_with_note(export: Callable[[], bytes]) -> bytes:
 # -------------------- sessions --------------------
 
 
-def open_session(data: bytes) -> Any:
-    """Open a model in ONNX Runtime on the CPU, with as many threads as torch uses."""
+def open_session(data: bytes, threads: int | None = None) -> Any:
+    """Open a model in ONNX Runtime on the CPU. A pass uses ``threads`` threads; by default as many as torch.
+
+    For callers in several threads, passes with one thread each are faster: no thread waits for another within a pass.
+    """
     require("onnxruntime")
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
     options.log_severity_level = 4  # errors are raised instead
     # waiting threads sleep: other work, such as decoding the next images, needs the cores
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")

@@ -1,10 +1,12 @@
 """Collections for the study of promises: a data set as folders, a model, and a gallery, made as a user would.
 
 A fifth of the classes is kept out of the collection: their images are fresh unknown queries. A fifth of the images of
-the other classes is kept out too: fresh known queries. The rest is `photos`. It is trained on (by the README's recipe),
-indexed, and calibrated. What is there already is not made again.
+the other classes is kept out too: fresh known queries. The rest is `photos`. It is trained on (by the README's recipe)
+and calibrated. What is there already is not made again.
 
     photos/CLASS/…      the collection            known/CLASS/…      unknown/CLASS/…
+
+All three are indexed into one gallery, so that every image is embedded once; `Parts` divides its items again.
 
 Photographs are trained with a frozen trunk on half of the classes of the collection, and all of it is indexed. Glyphs
 are trained as in the demo, on their training classes; the collection is of their test classes, without characters that
@@ -13,7 +15,7 @@ nobody can tell apart.
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +28,8 @@ from idml.demo import SETTINGS, find_twin_groups
 from idml.files import write_atomic
 from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress, image_counter
-from idml.search.gallery import open_or_create
+from idml.search.gallery import Gallery, open_or_create
+from idml.search.gallery_calibration import GallerySource
 from idml.search.indexing import index_folder
 from idml.training.config import from_dict
 from idml.training.loop import train
@@ -34,12 +37,12 @@ from idml.training.loop import train
 TRAINED, GLYPHS = "trained", "glyphs"
 MODELS = (PRETRAINED, TRAINED)
 PARTS = ("photos", "known", "unknown")
-_UNKNOWN, _KNOWN = 0.2, 0.2  # the shares of classes, and of images of the others, that are kept out
+KEPT_OUT = 0.2  # the share of classes, and of images of the others, that are kept out
 
 
 @dataclass(frozen=True)
 class Collection:
-    """The folders of a data set, and the gallery of one model in it."""
+    """The folders of a data set, and the gallery of one model with the images of all of them."""
 
     name: str
     folder: Path
@@ -57,7 +60,7 @@ class Collection:
 
 
 def make_collection(data: str, model: str, folder: Path, *, report: Progress, note: Note) -> Collection:
-    """Write the images of a data set to folders, train a model if asked for, and index the collection."""
+    """Write the images of a data set to folders, train a model if asked for, and index them."""
     if model not in MODELS:
         raise ValueError(f"the study of promises has the models {' and '.join(MODELS)}, not {model!r}")
     name = data.partition(":")[0]
@@ -77,17 +80,55 @@ def make_collection(data: str, model: str, folder: Path, *, report: Progress, no
             options = {**(SETTINGS if data == GLYPHS else photographs), "out": str(run)}
             train(from_dict(options), resume=True, report=report, note=note)
     with open_or_create(collection.gallery, run or PRETRAINED) as gallery:
-        index_folder(gallery, photos, progress=image_counter(report, "indexed"), note=note)
+        for part in PARTS:
+            index_folder(gallery, collection.folder / part, progress=image_counter(report, "indexed"), note=note)
     return collection
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """All images of a data set as one model embeds them, and which part each belongs to: a number of `PARTS` [n]."""
+
+    everything: GallerySource
+    part: Tensor
+
+    @classmethod
+    def read(cls, gallery: Gallery, note: Note, report: Progress) -> "Parts":
+        """Read the gallery of a collection."""
+        source = GallerySource.read(gallery, None, note, report)
+        return cls(source, torch.tensor([PARTS.index(item.path.partition("/")[0]) for item in source.items]))
+
+    @property
+    def photos(self) -> GallerySource:
+        """The collection, as if nothing else were in the gallery."""
+        return take_items(self.everything, (self.part == 0).nonzero().flatten())
+
+    @property
+    def fresh(self) -> GallerySource:
+        """The images that were kept out of it, those of its classes first."""
+        return take_items(self.everything, torch.cat([(self.part == i).nonzero().flatten() for i in (1, 2)]))
+
+
+def take_items(source: GallerySource, rows: Tensor) -> GallerySource:
+    """Some items of a gallery, as if there were no others."""
+    present, labels = source.labels[rows].unique(return_inverse=True)
+    names = list(source.names)
+    return replace(
+        source,
+        items=[source.items[row] for row in rows.tolist()],
+        embeddings=source.embeddings[rows],
+        labels=labels,
+        names={names[label]: n for n, label in enumerate(present.tolist())},
+    )
 
 
 def split_images(images: ImageSet) -> dict[str, ImageSet]:
     """Divide images into the collection, fresh images of its classes, and images of other classes."""
     classes = len(images.classes)
     outside = torch.zeros(classes, dtype=torch.bool)
-    outside[torch.randperm(classes, generator=random_stream("promises, classes"))[: round(_UNKNOWN * classes)]] = True
+    outside[torch.randperm(classes, generator=random_stream("promises, classes"))[: round(KEPT_OUT * classes)]] = True
     unknown = outside[images.labels]
-    fresh = torch.rand(len(images), generator=random_stream("promises, images")) < _KNOWN
+    fresh = torch.rand(len(images), generator=random_stream("promises, images")) < KEPT_OUT
     masks = {"photos": ~unknown & ~fresh, "known": ~unknown & fresh, "unknown": unknown}
     return {name: images[mask] for name, mask in masks.items()}
 

@@ -38,7 +38,7 @@ from idml.reproduction.promise_draws import (
     measure_draw,
     take_queries,
 )
-from idml.reproduction.promise_fresh import FreshImages, count_answers
+from idml.reproduction.promise_fresh import count_answers
 from idml.search.gallery import Gallery
 from idml.search.gallery_calibration import (
     ORIGINALS,
@@ -82,7 +82,7 @@ OTHER_CHANGES: dict[str, Callable[[Image.Image, random.Random], Image.Image]] = 
 
 
 def measure_unlabelled(
-    gallery: Gallery, source: GallerySource, fresh: FreshImages, *, draws: int = DRAWS, report: Progress
+    gallery: Gallery, source: GallerySource, fresh: GallerySource, *, draws: int = DRAWS, report: Progress
 ) -> dict[str, Any]:
     """Measure the promises of the gallery as if it had no labels."""
     plain = replace(source, gallery=gallery, names={}, labels=torch.arange(len(source.items)), progress=report)
@@ -131,10 +131,10 @@ def _change_images(source: GallerySource, groups: Tensor, report: Progress) -> d
     }
 
 
-def _search_duplicates(source: GallerySource, groups: Tensor, fresh: FreshImages, report: Progress) -> OpenSetQueries:
+def _search_duplicates(source: GallerySource, groups: Tensor, fresh: GallerySource, report: Progress) -> OpenSetQueries:
     """Search the photographs that were kept out. Known ones have a near duplicate in the gallery."""
     inside = _shrink(source.files(range(len(source.items))), report)
-    outside = _shrink(fresh.files, report)
+    outside = _shrink(fresh.files(range(len(fresh.items))), report)
     nearest = (outside @ inside.T).max(dim=1)
     found = nearest.values >= _SAME
     labels = torch.where(found, groups[nearest.indices], len(groups) + torch.arange(len(found)))

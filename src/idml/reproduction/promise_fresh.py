@@ -1,7 +1,14 @@
 """What a calibrated gallery does with images and classes that were kept out of it, and after it has grown.
 
-**fresh**: 20 calibrations of the gallery as it is (on queries drawn as `idml calibrate` draws them), asked with the
-images in `known` and `unknown`.
+**fresh**: 200 galleries. For each, a fifth of the classes is kept out at random, and a fifth of the images of the other
+classes. The rest is the gallery; it is calibrated as `idml calibrate` does and asked with what was kept out. A model
+is trained once: classes that it has learned from stay in the gallery, with the images that it has learned from.
+
+The images kept out are a sample too: with 40 unknown classes, more than ε of the answers can be wrong by chance where
+the promise holds. What chance does is seen from a *rehearsal*: as many classes and images of the gallery itself are
+taken away from the calibration, and asked as the calibration asks its queries (known without themselves, unknown
+without their class). Both are asked under the same calibration, on the queries that are left. If real images are wrong
+more often than the rehearsed ones, then what the calibration simulates is not what happens.
 
 **growth**: a gallery of half of the images (or of the images of half of the classes) is calibrated with 25 % unknown
 queries, and grows: by 20 %, then to twice its size; then it is calibrated again.
@@ -9,11 +16,9 @@ queries, and grows: by 20 %, then to twice its size; then it is calibrated again
 Each error rate is that of a mixture: known and unknown queries are weighted by the share of unknown ones.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,66 +27,30 @@ from idml.calibration.evidence import Profile
 from idml.calibration.open_set import OpenSetQueries, QueryPool
 from idml.calibration.risk_control import measure_drift
 from idml.calibration.stored import Calibration
-from idml.data.images import read_image
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings
-from idml.progress import Progress, image_counter
-from idml.reproduction.promise_collection import Collection
+from idml.evaluation.knn import Neighbours, nearest
+from idml.progress import Progress
+from idml.reproduction.promise_collection import KEPT_OUT
 from idml.reproduction.promise_draws import (
     CONFIDENCE,
     RATES,
     REJECTED,
     SHARES,
     Curve,
-    Draw,
-    Population,
     Sums,
     add_sums,
     mixture,
-    take_queries,
 )
-from idml.search.embedder import BATCH, Embedder
 from idml.search.gallery_calibration import GallerySource, most_queries, search_known_and_unknown
+from idml.training.refit import assign_folds, refit_heads
 
-CALIBRATIONS, GROWN = 20, 8
+GROWN = 8
+ASKED = ("fresh", "fresh, fewer queries", "rehearsed, fewer queries")
 STAGES = ("at calibration", "20 % larger", "twice as large", "calibrated again")
 KINDS = ("images", "classes")
+_DEPTH = 256  # neighbours kept of each image; a list that is too short in a gallery is searched again
 _ASKED = 1500  # fresh images of each kind that grown galleries are asked with
-
-
-class FreshImages:
-    """The images that were kept out of a collection: embeddings and labels, which are folders' names."""
-
-    def __init__(self, collection: Collection, embedder: Embedder, report: Progress) -> None:
-        parts = {name: _list_images(collection.folder / name) for name in ("known", "unknown")}
-        self.names = [path.parent.name for paths in parts.values() for path in paths]
-        self.files = [path for paths in parts.values() for path in paths]
-        place = collection.folder / f"fresh-{collection.model}.npz"
-        if not place.exists():
-            found = embed_files(embedder, self.files, report)
-            np.savez(place, semantic=found.semantic.numpy(), uncertainty=found.uncertainty.numpy())
-        with np.load(place) as stored:
-            self.embeddings = Embeddings(torch.from_numpy(stored["semantic"]), torch.from_numpy(stored["uncertainty"]))
-
-    def labels(self, names: dict[str, int]) -> Tensor:
-        """Numbers of the labels; those that are not among ``names`` come after them."""
-        numbers = dict(names)
-        for name in self.names:
-            numbers.setdefault(name, len(numbers))
-        return torch.tensor([numbers[name] for name in self.names])
-
-
-def _list_images(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def embed_files(embedder: Embedder, files: Sequence[Path], report: Progress) -> Embeddings:
-    """Embed image files."""
-    count, parts = image_counter(report, "embedded"), []
-    for start in range(0, len(files), BATCH):
-        parts.append(embedder.embed([read_image(path) for path in files[start : start + BATCH]]))
-        count(min(start + BATCH, len(files)), len(files))
-    return Embeddings.cat(parts)
 
 
 def count_answers(calibration: Calibration, asked: OpenSetQueries, share: float) -> Sums:
@@ -104,29 +73,119 @@ def count_answers(calibration: Calibration, asked: OpenSetQueries, share: float)
     return out
 
 
-def measure_fresh(population: Population, source: GallerySource, fresh: FreshImages) -> dict[str, Any]:
-    """Calibrate the gallery ``CALIBRATIONS`` times for each share, and ask it with fresh images."""
-    pool = QueryPool(fresh.embeddings, fresh.labels(source.names), source.embeddings, source.labels)
-    asked = pool.search()
-    shares: dict[str, Sums] = {}
-    every = torch.ones(len(population))
-    for share in SHARES:
-        sums: Sums = {}
-        for number in range(CALIBRATIONS):
-            order = torch.randperm(len(population), generator=random_stream("promises, fresh", number))
-            images = order[: most_queries(len(population))].sort().values
-            drawn = Draw(images, population.labels[images], every, every > 0, every > 0)
-            calibration = fit_queries(take_queries(population, drawn), unknown=share, seed=number, lists=False)
-            add_sums(sums, count_answers(calibration, asked, share))
-        shares[f"{share:g}"] = sums
-    known = int(asked.known.sum())
-    return {"calibrations": CALIBRATIONS, "known": known, "unknown": len(asked) - known, "shares": shares}
+# -------------------- fresh images and classes --------------------
 
 
-def measure_growth(source: GallerySource, fresh: FreshImages, share: float, report: Progress) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class Everything:
+    """All images of a data set, each searched among all others once; galleries are parts of them.
+
+    ``learned`` [n]: the model has learned from this image. ``folds`` [n]: the fold of its class, −1 if it is in none.
+    ``views`` are the embeddings and the nearest images of each, by the model and then by the heads without each fold.
+    """
+
+    labels: Tensor
+    learned: Tensor
+    folds: Tensor
+    views: list[tuple[Embeddings, Neighbours]]
+
+    @classmethod
+    def of(cls, source: GallerySource, report: Progress) -> "Everything":
+        """Search all images. If the model has learned from some, train the heads again without each fold of classes."""
+        learned, _ = source.read_learned()
+        folder, views = source.model_folder(), [source.embeddings]
+        folds = torch.full_like(source.labels, -1)
+        if folder is not None and bool(learned.any()):
+            folds = assign_folds(source.labels, learned)
+            files = source.files(range(len(source.items)))
+            views += refit_heads(folder, files, source.labels, learned, folds, report)
+        return cls(source.labels, learned, folds, [(view, nearest(view, _DEPTH)) for view in views])
+
+    def collect(self, inside: Tensor) -> CalibrationQueries:
+        """The queries of a calibration of the gallery with the images ``inside``, as `idml calibrate` has them."""
+        parts = []
+        for fold in self.folds.unique().tolist():
+            pool = self._pool(inside & (self.folds == fold), inside, 1 + fold)
+            known = pool.search()
+            parts += [known[known.known], pool.search_without_own()]
+        return CalibrationQueries(OpenSetQueries.cat(parts), True, "")
+
+    def search(self, asked: Tensor, inside: Tensor) -> OpenSetQueries:
+        """Search the images ``asked`` in the gallery with the images ``inside``."""
+        return self._pool(asked, inside, 0).search()
+
+    def _pool(self, asked: Tensor, inside: Tensor, view: int) -> QueryPool:
+        embeddings, (indices, distances) = self.views[view]
+        place = torch.where(inside, inside.cumsum(0) - 1, -1)
+        rows, lists = asked.nonzero().flatten(), indices[asked]
+        found = torch.where(lists >= 0, place[lists.clamp_min(0)], -1)
+        return QueryPool(
+            embeddings[rows],
+            self.labels[rows],
+            embeddings[inside],
+            self.labels[inside],
+            rows=place[rows],
+            neighbours=Neighbours(found, distances[asked].where(found >= 0, torch.inf)),
+        )
+
+
+def keep_out(labels: Tensor, learned: Tensor, generator: torch.Generator) -> Tensor:
+    """Which images are kept out [n]: a fifth of the classes (none that was learned), a fifth of the other images.
+
+    Images that were learned stay. The other images of a class that was learned are all kept out.
+    """
+    learned_class = torch.isin(labels, labels[learned].unique())
+    classes, free = labels.unique(), labels[~learned_class].unique()
+    unknown = free[torch.randperm(len(free), generator=generator)[: round(KEPT_OUT * len(classes))]]
+    fresh = torch.rand(len(labels), generator=generator) < KEPT_OUT
+    return torch.isin(labels, unknown) | torch.where(learned_class, ~learned, fresh)
+
+
+def rehearse(found: CalibrationQueries, generator: torch.Generator) -> tuple[CalibrationQueries, OpenSetQueries]:
+    """Divide queries into those of a smaller calibration, and those that play the images and classes kept out.
+
+    These are the unknown queries of a quarter of the classes (a fifth of all classes is a quarter of the others), and
+    the known queries of a fifth of the images. No query of these classes or images is left for the calibration.
+    """
+    queries = found.queries
+    classes = queries.labels.unique()
+    outside = classes[torch.randperm(len(classes), generator=generator)[: round(KEPT_OUT * len(classes) / 0.8)]]
+    of_these = torch.isin(queries.labels, outside)
+    drawn = torch.rand(len(queries), generator=generator) < KEPT_OUT
+    asked = torch.where(queries.known, drawn, of_these)
+    left = ~of_these & ~(queries.known & drawn)
+    return replace(found, queries=queries[left.nonzero().flatten()]), queries[asked.nonzero().flatten()]
+
+
+def measure_fresh(everything: Everything, galleries: int, report: Progress) -> dict[str, Any]:
+    """Calibrate many galleries for each share, and ask them with fresh images; and rehearse it."""
+    shares: dict[str, dict[str, Sums]] = {f"{share:g}": {kind: {} for kind in ASKED} for share in SHARES}
+    known = unknown = classes = 0
+    for number in range(galleries):
+        generator = random_stream("promises, fresh", number)
+        out = keep_out(everything.labels, everything.learned, generator)
+        found, asked = everything.collect(~out), everything.search(out, ~out)
+        fewer, rehearsed = rehearse(found, generator)
+        for share in SHARES:
+            whole = fit_queries(found, unknown=share, seed=number, lists=False)
+            smaller = fit_queries(fewer, unknown=share, seed=number, lists=False)
+            pairs = ((whole, asked), (smaller, asked), (smaller, rehearsed))
+            for kind, (calibration, queries) in zip(ASKED, pairs, strict=True):
+                add_sums(shares[f"{share:g}"][kind], count_answers(calibration, queries, share))
+        known, unknown = known + int(asked.known.sum()), unknown + int((~asked.known).sum())
+        classes += len(asked.labels[~asked.known].unique())
+        report({"what": "galleries asked", "done": number + 1, "images": galleries})
+    means = {"known": known / galleries, "unknown": unknown / galleries, "classes": classes / galleries}
+    return {"galleries": galleries, **means, "shares": shares}
+
+
+# -------------------- growth --------------------
+
+
+def measure_growth(source: GallerySource, fresh: GallerySource, share: float, report: Progress) -> dict[str, Any]:
     """Grow galleries ``GROWN`` times by images and by classes; return what happens at each stage."""
     found: dict[str, Any] = {kind: {stage: {"drifted": 0.0, "rates": {}} for stage in STAGES} for kind in KINDS}
-    labels = fresh.labels(source.names)
+    labels = _number_labels(fresh, source.names)
     for number in range(GROWN):
         chosen = _choose_asked(labels < len(source.names), number)
         for kind in KINDS:
@@ -145,6 +204,14 @@ def measure_growth(source: GallerySource, fresh: FreshImages, share: float, repo
                 add_sums(found[kind][stage]["rates"], count_answers(calibration, asked, share))
         report({"what": "galleries grown", "done": number + 1, "images": GROWN})
     return {"galleries": GROWN, "share": share, **found}
+
+
+def _number_labels(source: GallerySource, names: dict[str, int]) -> Tensor:
+    """Numbers of the items' labels; those that are not among ``names`` come after them."""
+    numbers = dict(names)
+    for item in source.items:
+        numbers.setdefault(item.label or "", len(numbers))
+    return torch.tensor([numbers[item.label or ""] for item in source.items])
 
 
 def _choose_asked(known: Tensor, number: int) -> Tensor:

@@ -5,7 +5,7 @@ is stored in results/promises.json at once:
 
     draws      200 calibrations on samples of the gallery's queries, by image and by class, with 0, 25 and 50 % unknown
                queries, against the known error rates of the population (`idml.reproduction.promise_draws`)
-    fresh      the gallery as it is: 20 calibrations, asked with images and classes that were kept out of it
+    fresh      200 galleries of a part of the images, asked with the images and classes that were kept out of them
     growth     galleries that grow after their calibration
     unlabelled the same gallery without labels: draws of copies, changes that no calibration used, real near duplicates
 
@@ -30,10 +30,10 @@ from idml.files import lock_file, write_atomic
 from idml.model.model import PRETRAINED
 from idml.progress import Note, Progress
 from idml.reproduction.front_page import PROMISES, replace_between_marks
-from idml.reproduction.promise_collection import GLYPHS, Collection, make_collection
+from idml.reproduction.promise_collection import GLYPHS, Collection, Parts, make_collection
 from idml.reproduction.promise_copies import measure_unlabelled
 from idml.reproduction.promise_draws import DRAWS, SAMPLES, SHARES, Population, Sums, add_sums, draw, measure_draw
-from idml.reproduction.promise_fresh import FreshImages, measure_fresh, measure_growth
+from idml.reproduction.promise_fresh import Everything, measure_fresh, measure_growth
 from idml.reproduction.promise_tables import render_promises
 from idml.reproduction.stored_results import cells_folder
 from idml.search.embedder import MANY
@@ -76,9 +76,9 @@ def study_promises(
         folder = cells_folder(out) / "promises"
         collections = [make_collection(spec, model, folder, report=report, note=note) for spec in specs]
         name = f"{'+'.join(collection.name for collection in collections)} {model}"
-        population = measure_draws(cells, name, collections, draws, report, note)
+        measure_draws(cells, name, collections, draws, report, note)
         if len(collections) == 1:
-            measure_others(cells, collections[0], population, draws, report, note)
+            measure_others(cells, collections[0], draws, report, note)
     text = render_promises(cells.read())
     page = out.absolute().parent / "docs" / PAGE
     if page.exists():
@@ -91,7 +91,7 @@ def study_promises(
 
 def measure_draws(
     cells: Cells, name: str, collections: list[Collection], draws: int, report: Progress, note: Note
-) -> Population | None:
+) -> None:
     """Count what becomes of the promises in ``draws`` calibrations, for each sample and share of unknown queries."""
     missing = [
         (sample, share, key)
@@ -100,11 +100,10 @@ def measure_draws(
         if (key := f"draws {name} by {sample} {share:g}") not in cells.read()
     ]
     if not missing:
-        return None
+        return
     population = load_population(collections, report, note)
     for sample, share, key in missing:
         cells.add(key, draw_many(population, sample, share, draws, report))
-    return population
 
 
 def draw_many(population: Population, sample: str, share: float, draws: int, report: Progress) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def load_population(collections: list[Collection], report: Progress, note: Note)
     sources = []
     for collection in collections:
         with Gallery.open(collection.gallery, calibrated=False) as gallery:
-            sources.append(GallerySource.read(gallery, None, note, report))
+            sources.append(Parts.read(gallery, note, report).photos)
     source = sources[0] if len(sources) == 1 else join_sources(sources)
     everything = partial(collect_queries, source, most=len(source.items), seed=0)
     return Population.of(everything(refit=refit_heads, assign_folds=assign_folds))
@@ -151,9 +150,7 @@ def join_sources(sources: list[GallerySource]) -> GallerySource:
 # -------------------- fresh images, growth, galleries without labels --------------------
 
 
-def measure_others(
-    cells: Cells, collection: Collection, population: Population | None, draws: int, report: Progress, note: Note
-) -> None:
+def measure_others(cells: Cells, collection: Collection, draws: int, report: Progress, note: Note) -> None:
     """Ask the gallery with what was kept out of it; let it grow, and take its labels away.
 
     The last two only where the model has learned from nothing in the gallery.
@@ -164,13 +161,11 @@ def measure_others(
     if not missing:
         return
     with Gallery.open(collection.gallery, calibrated=False, images=MANY) as gallery:
-        source = GallerySource.read(gallery, None, note, report)
-        fresh = FreshImages(collection, gallery.embedder, report)
+        parts = Parts.read(gallery, note, report)
         if "fresh" in missing:
-            population = population or load_population([collection], report, note)
-            cells.add(f"fresh {name}", measure_fresh(population, source, fresh))
+            cells.add(f"fresh {name}", measure_fresh(Everything.of(parts.everything, report), draws, report))
         if "growth" in missing:
-            cells.add(f"growth {name}", measure_growth(source, fresh, UNKNOWN, report))
+            cells.add(f"growth {name}", measure_growth(parts.photos, parts.fresh, UNKNOWN, report))
         if "unlabelled" in missing:
-            found = measure_unlabelled(gallery, source, fresh, draws=draws, report=report)
+            found = measure_unlabelled(gallery, parts.photos, parts.fresh, draws=draws, report=report)
             cells.add(f"unlabelled {name}", found)

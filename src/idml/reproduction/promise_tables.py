@@ -3,6 +3,7 @@
 from typing import Any
 
 from idml.reproduction.promise_draws import RATES, SHARES
+from idml.reproduction.promise_fresh import ASKED
 from idml.reproduction.render import markdown_table
 
 Cell = dict[str, Any]
@@ -34,9 +35,13 @@ def render_promises(cells: dict[str, Cell]) -> str:
 
 _TITLES = {
     "fresh": "### Images and classes that were kept out\n"
-    "The gallery as it is, calibrated 20 times (on queries drawn as `idml calibrate` draws them), asked with a fifth "
-    "of the images of its classes and with a fifth of the classes, which were neither trained on nor indexed. *Above "
-    "ε* counts calibrations; these share the fresh queries, so they are not 20 independent trials.",
+    "Many galleries of one data set: for each, a fifth of the classes and a fifth of the images of the others are kept "
+    "out at random; the rest is calibrated, and asked with what was kept out. *Wrong* is the share among all matches. "
+    "*Above ε* counts galleries. The images asked are a sample too, so chance puts more than 10 % of the galleries "
+    "above ε. What chance does is seen from the last columns: a calibration without a quarter of the classes and a "
+    "fifth of the images is asked with the real images, and with those of the gallery that were taken away, left out "
+    "of it as calibration leaves them out (*rehearsed*). If real images are wrong no more often than rehearsed ones, "
+    "then what calibration simulates is what happens.",
     "growth": "### A gallery that grows\n"
     "Calibrated with half of the images (or with the images of half of the classes) and 25 % unknown queries, then "
     "asked with fresh images at each stage; 8 galleries. *Says so* is the share of galleries whose answers say that "
@@ -154,12 +159,20 @@ def _mean(values: list[float]) -> float:
 
 def _fresh_table(name: str, cell: Cell) -> str:
     header = ["unknown", "ε", "answered", "wrong", "above ε", "refused", "unknown recognised", "known rejected"]
-    rows, n = [], cell["calibrations"]
-    for share, rates in cell["shares"].items():
-        for rate, total in rates.items():
+    header += ["fewer queries: wrong", "above ε", "rehearsed: wrong", "above ε"]
+    rows, n = [], cell["galleries"]
+    for share, kinds in cell["shares"].items():
+        for rate in kinds[ASKED[0]]:
+            total, fewer, rehearsed = (kinds[kind][rate] for kind in ASKED)
             open_set = [_percent(total["recognised"] / n) if float(share) else "–", _percent(total["rejected"] / n)]
-            rows.append([_percent(float(share), 0), _percent(float(rate), 0), *_answers(total, n), *open_set])
-    about = f"{cell['known']:,} known and {cell['unknown']:,} unknown images"
+            cells = [*_answers(total, n), *open_set]
+            for other in (fewer, rehearsed):
+                cells += _answers(other, n)[1:3]
+            rows.append([_percent(float(share), 0), _percent(float(rate), 0), *cells])
+    about = (
+        f"{n} galleries, each asked with about {cell['known']:,.0f} known images and {cell['unknown']:,.0f} images of "
+        f"{cell['classes']:.0f} unknown classes"
+    )
     return f"**{_title(name)}**: {about}.\n\n{markdown_table(header, rows)}"
 
 

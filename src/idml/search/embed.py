@@ -34,6 +34,7 @@ def embed_images(
     *,
     model: str | Path = PRETRAINED,
     weights: str | Path | None = None,
+    image_size: int | None = None,
     runtime: Runtime = "auto",
     progress: Count = silent,
     note: Note = silent,
@@ -45,6 +46,7 @@ def embed_images(
         to: the file to write; its name ends in .npz.
         model: a run folder, a model file, ``pretrained`` or ``timm:NAME``.
         weights: a safetensors file with the weights of ``timm:NAME``.
+        image_size: the side of the images that ``timm:NAME`` sees, in pixels; by default its own.
         runtime: the library that runs the model, as in `open_embedder`.
         progress: called with the number of images done and the number of all images.
         note: called with lines for the user; unreadable images are named and left out.
@@ -59,7 +61,7 @@ def embed_images(
     root, names, others = _list(images, note)
     if not names:
         raise ValueError(f"there is no image in {str(images)!r}")
-    embedder = open_embedder(resolve_model(model, weights), runtime=runtime, images=len(names))
+    embedder = open_embedder(resolve_model(model, weights, image_size=image_size), runtime=runtime, images=len(names))
     kept: list[str] = []
     broken: list[str] = []
     parts: list[Embeddings] = []

@@ -156,17 +156,17 @@ class OnnxEmbedder:
 
     ``run`` is a run folder, a model.safetensors or ``pretrained``; ``file`` is its exported model, if that is known.
     Otherwise a stored one is used if it was exported from this model, or the model is exported now. The fingerprint is
-    that of the torch embedder, so both can search the same galleries.
+    that of the torch embedder, so both can search the same galleries. ``threads`` is as in `open_session`.
     """
 
     batch = ONNX_BATCH
 
-    def __init__(self, run: str | Path, file: OnnxFile | None = None) -> None:
-        self.fingerprint = fingerprint_of(run)
+    def __init__(self, run: str | Path, file: OnnxFile | None = None, *, threads: int | None = None) -> None:
+        self.run, self.fingerprint = run, fingerprint_of(run)
         file = file or _find_exported(run, self.fingerprint)
         if file is None:
             file = export_once(_places(run, self.fingerprint), self.fingerprint, lambda: export_model(run))
-        self._session = open_session(file.data)
+        self._session = open_session(file.data, threads)
         widths = {output.name: int(output.shape[1]) for output in self._session.get_outputs()}
         self.dimensions, self.uncertainty = widths["semantic"], widths.get("uncertainty", 0)
         self._size, self._grey = int(file.config.image_size or 0), file.config.in_chans == 1
@@ -182,6 +182,13 @@ class OnnxEmbedder:
         batch = torch.stack([prepare_image(image, self._size, grey=self._grey) for image in images])
         outputs = run_session(self._session, batch)
         return Embeddings(**outputs) if self.uncertainty else Embeddings.certain(outputs["semantic"])
+
+
+def share_cores(embedder: Embedder, callers: int) -> Embedder:
+    """An embedder for so many callers, each in a thread: with ONNX Runtime each has its share of the cores."""
+    if callers > 1 and type(embedder) is OnnxEmbedder:
+        return OnnxEmbedder(embedder.run, threads=max(1, torch.get_num_threads() // callers))
+    return embedder
 
 
 def _find_exported(run: str | Path, fingerprint: str) -> OnnxFile | None:

@@ -22,8 +22,9 @@ from PIL import Image
 
 from idml.data.layouts import EXTENSIONS, describe_others
 from idml.embeddings import Embeddings
-from idml.parallel import run_in_threads
+from idml.parallel import run_in_threads, run_on_cores
 from idml.progress import Count, Note, silent
+from idml.search.embedder import Embedder, share_cores
 from idml.search.engines import Item
 from idml.search.gallery import Gallery
 from idml.search.uploads import EmbeddedImages, Upload, embed_uploads, find_intact
@@ -80,7 +81,9 @@ def index_folder(
         )
     if not listing.names:
         raise ValueError(_no_image(folder))
-    indexer = _Indexer(gallery, root, prefix, before, progress, note)
+    threads = min(_MAX_THREADS, torch.get_num_threads())
+    embedder = share_cores(gallery.embedder, threads)
+    indexer = _Indexer(gallery, embedder, threads, root, prefix, before, progress, note)
     indexer.add_files(listing.names)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"the folder {str(folder)!r} is gone; what was read is kept, nothing was removed")
@@ -193,6 +196,8 @@ class _Indexer:
     """Adds files to a gallery and counts them. ``seen`` are the paths of the items that stay."""
 
     gallery: Gallery
+    embedder: Embedder
+    threads: int
     root: str
     prefix: str
     before: dict[str, Item]
@@ -206,9 +211,10 @@ class _Indexer:
 
     def add_files(self, names: Sequence[str]) -> None:
         """Add files, each 64 of them in one change."""
-        threads = min(_MAX_THREADS, torch.get_num_threads())
         done, waiting = 0, list[_Group]()
-        with closing(run_in_threads(self._jobs(names), threads)) as groups:
+        shared = self.embedder is not self.gallery.embedder  # one that leaves other cores to other threads
+        run = run_on_cores if shared else run_in_threads
+        with closing(run(self._jobs(names), self.threads)) as groups:
             for group in groups:
                 done += group.files
                 waiting.append(group)
@@ -219,7 +225,7 @@ class _Indexer:
 
     def _jobs(self, names: Sequence[str]) -> Iterator[Callable[[], _Group]]:
         """Divide files into groups as large as the embedder likes them; no group is in two changes."""
-        size = min(_BATCH, self.gallery.embedder.batch)
+        size = min(_BATCH, self.embedder.batch)
         for start in range(0, len(names), _BATCH):
             batch = names[start : start + _BATCH]
             known = {path for name in batch if (path := self.prefix + name) in self.before}
@@ -245,7 +251,7 @@ class _Indexer:
                 yield image
 
         group.embedded = embed_uploads(
-            self.gallery.embedder, changed_files(), lambda position, error: group.broken.append(str(error))
+            self.embedder, changed_files(), lambda position, error: group.broken.append(str(error))
         )
         return group
 

@@ -55,8 +55,12 @@ class Stream:
         usable = self.pixels.usable
         numbers = usable[torch.linspace(0, len(usable) - 1, min(most, len(usable))).long()]
         cache = FeatureCache(model, images=len(numbers))
-        parts = (centre_crop(self.pixels.batch(n).to(self.device), self.size) for n in numbers.split(128))
-        return torch.cat([torch.from_numpy(cache.compute(part)) for part in parts])
+
+        def see(part: Tensor) -> Tensor:
+            return centre_crop(self.pixels.batch(part).to(self.device), self.size)
+
+        rows = cache.compute_all(partial(see, part) for part in numbers.split(128))
+        return torch.cat([torch.from_numpy(found) for found in rows])
 
 
 @contextmanager
