@@ -40,7 +40,7 @@ def test_without_rows_the_table_says_so(tmp_path):
 def test_claims_that_are_not_decided_stand_below_the_table():
     text = claim_table(HEADER, CLAIMS)
     assert "| IDML improves ProxyAnchor | +1.7 | +0.1 | not confirmed | cub |" in text
-    assert text.endswith("Not decided yet, being run: τ = 5 is best.")
+    assert text.endswith("Not decided yet, being run:\n\n- cub: τ = 5 is best")
     assert claim_table(HEADER, CLAIMS[1:]).startswith("Not decided yet")
 
 

@@ -60,10 +60,14 @@ def _percent(share: float) -> str:
 def claim_table(header: list[str], rows: list[list[str]]) -> str:
     """Return the lines of the main claims that are decided, and say which are not."""
     decided = [row for row in rows if row[header.index("verdict")] != RUNNING]
-    waiting = list(dict.fromkeys(row[0] for row in rows if row[header.index("verdict")] == RUNNING))
+    waiting: dict[str, list[str]] = {}
+    for row in rows:
+        if row[header.index("verdict")] == RUNNING:
+            waiting.setdefault(row[header.index("where")], []).append(row[0])
     parts = [markdown_table(header, decided)] if decided else []
     if waiting:
-        parts.append(f"Not decided yet, {RUNNING}: {'; '.join(waiting)}.")
+        lines = [f"- {where}: {', '.join(claims)}" for where, claims in waiting.items()]
+        parts.append("\n".join([f"Not decided yet, {RUNNING}:", "", *lines]))
     return "\n\n".join(parts)
 
 
