@@ -1,90 +1,294 @@
-"""The score of mutation testing in docs/mutants.md: mutants and survivors of each module, after `make mutants`.
+"""Mutation testing of the modules that carry promises: run mutmut, keep the results, write docs/mutants.md.
 
-    python tests/mutants.py            write the page again
+    python tests/mutants.py                 run what is not finished, then write the page
+    python tests/mutants.py checkpoint      only the modules whose path holds a word
+    python tests/mutants.py --page          write the page from results/mutants.json, run nothing
 
-mutmut keeps its state in mutants/, so a run that is interrupted goes on. A mutant counts as killed if a test fails, or
-if it makes a test endless. EQUIVALENT lists the survivors that behave as the original does, each with the reason; they
-count as survivors all the same. A module that was not run to the end is shown with what was run.
+The modules of a folder are run together, with the tests in TESTS, in a folder below mutants/, where mutmut keeps its
+state: an interrupted run goes on there. A finished module is stored in results/mutants.json with hashes of its source and of its
+tests. As long as both are the same it is not run again. If only the tests have changed, only the survivors are run
+again; a mutant that was killed stays killed. If the source has changed, all of its mutants are run.
+
+A mutant counts as killed if a test fails, or if it makes a test endless. EQUIVALENT lists the survivors that behave as
+the original does, each with the reason; they count as survivors all the same.
 """
 
-import fnmatch
+import argparse
+import contextlib
+import hashlib
 import json
+import os
 import subprocess
 import sys
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE, STORE, WORK = ROOT / "docs" / "mutants.md", ROOT / "results" / "mutants.json", ROOT / "mutants"
 BEGIN, END = "<!-- mutants: python tests/mutants.py -->", "<!-- end of mutants -->"
-SURVIVED, UNTESTED = 0, 33  # exit codes in mutmut's files: all tests passed; no test reaches the function
+ALIVE = (0, 5, 33)  # exit codes in mutmut's files: all tests passed; no test was found; none reaches the function
 TIMEOUT = (-24, 24, 36, 152, 255)
-EQUIVALENT = {  # a piece of the changed line, and why nothing can tell it from the original
-    "strict=": "both lists have the same length by construction",
-    "CT,CT->T": "the names of the indices of a product do not matter",
-    "int(classes.max()) + 2": "one class more without queries adds zeros",
+GOAL = 0.85
+
+TESTS = {  # of the modules below src/idml; long tests are left out
+    "calibration": "tests/calibration/test_evidence.py tests/calibration/test_cluster_bound.py"
+    " tests/calibration/test_risk_control.py"
+    " --deselect=tests/calibration/test_cluster_bound.py::test_promises_are_kept_where_classes_hang_together",
+    "training": "tests/training/test_checkpoint.py",
+    "server": "tests/server/test_security.py tests/server/test_security_keys.py",
+    "search": "tests/search/test_sqlite.py tests/search/test_damage.py"
+    " --deselect=tests/search/test_damage.py::test_every_flipped_bit_is_found_or_harmless"
+    " --deselect=tests/search/test_sqlite.py::TestGallery"
+    " --deselect=tests/search/test_sqlite.py::test_search_never_imports_training",
 }
+MODULES = [
+    "calibration/evidence.py",
+    "calibration/cluster_bound.py",
+    "calibration/risk_control.py",
+    "training/checkpoint.py",
+    "server/security.py",
+    "search/engines/sqlite.py",
+    "search/engines/sqlite_changes.py",
+    "search/engines/sqlite_integrity.py",
+    "search/engines/sqlite_storage.py",
+    "search/engines/sqlite_vectors.py",
+]
+EQUIVALENT: dict[str, dict[str, str]] = {  # a piece of the changed line, and why nothing can tell it from the original
+    "calibration/cluster_bound.py": {
+        "strict=": "both lists have the same length by construction",
+        "CT,CT->T": "the names of the indices of a product do not matter",
+        "int(places.max()) + 2": "one class more without queries adds zeros",
+    },
+}
+SETTINGS = """
+[tool.mutmut]
+source_paths = ["src"]
+only_mutate = {modules}
+pytest_add_cli_args_test_selection = {tests}
+pytest_add_cli_args = {options}
+also_copy = ["benchmarks"]
+process_isolation = "forkserver"  # torch does not survive a fork of a process that has used it
+use_git_change_detection = false
+timeout_multiplier = 10.0
+timeout_constant = 6.0
+"""
+OPTIONS = "no:cacheprovider no:unraisableexception no:threadexception"  # the last two search all memory for garbage
+PLUGINS = "_hypothesis_pytestplugin anyio.pytest_plugin"  # to find all others takes longer than a test
+Row = dict[str, Any]
 
 
-def results(folder: Path) -> dict[str, dict[str, int | None]]:
-    """Exit codes of all mutants by module."""
+def digest(paths: list[Path]) -> str:
+    """A short hash of the content of files."""
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def source_hash(module: str) -> str:
+    """The hash of a module."""
+    return digest([ROOT / "src" / "idml" / module])
+
+
+def tests_of(module: str) -> list[str]:
+    """Arguments of pytest that select the tests of a module."""
+    return TESTS[module.partition("/")[0]].split()
+
+
+def tests_hash(module: str) -> str:
+    """The hash of a module's tests, and of what lies beside them and is no test itself."""
+    files = {ROOT / word for word in tests_of(module) if not word.startswith("--")}
+    beside = {other for file in files for other in file.parent.glob("*.py") if not other.name.startswith("test_")}
+    return digest(sorted(files | beside))
+
+
+# -------------------- running --------------------
+
+
+def prepare(modules: list[str]) -> Path:
+    """Make the folder in which mutmut runs: links to the sources and tests, and settings for these modules."""
+    folder = WORK / "+".join(module.removesuffix(".py").replace("/", ".") for module in modules)
+    (folder / "mutants" / "src").mkdir(parents=True, exist_ok=True)  # Python remembers a path that is not there
+    for name in ("src", "tests", "benchmarks"):
+        with contextlib.suppress(FileExistsError):
+            (folder / name).symlink_to(ROOT / name)
+    paths = json.dumps([f"src/idml/{module}" for module in modules])
+    options = [word for name in f"{OPTIONS} {PLUGINS}".split() for word in ("-p", name)]
+    settings = SETTINGS.format(modules=paths, tests=json.dumps(tests_of(modules[0])), options=json.dumps(options))
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + settings)
+    return folder
+
+
+def meta_file(folder: Path, module: str) -> Path:
+    """Where mutmut keeps the exit codes of a module's mutants."""
+    return folder / "mutants" / "src" / "idml" / f"{module}.meta"
+
+
+def exit_codes(folder: Path, module: str) -> dict[str, int | None]:
+    """The exit codes of a module's mutants, None for those that were not run."""
+    codes: dict[str, int | None] = json.loads(meta_file(folder, module).read_text())["exit_code_by_key"]
+    return codes
+
+
+def survives(code: int | None) -> bool:
+    """Whether an exit code is that of a survivor."""
+    return code in ALIVE
+
+
+def forget_survivors(folder: Path, module: str) -> None:
+    """Let the survivors of an interrupted run be run again if the tests have changed since."""
+    note, meta, tests = folder / "tests.hash", meta_file(folder, module), tests_hash(module)
+    if meta.exists() and (not note.exists() or note.read_text() != tests):
+        content = json.loads(meta.read_text())
+        codes = content["exit_code_by_key"]
+        content["exit_code_by_key"] = {name: None if survives(code) else code for name, code in codes.items()}
+        meta.write_text(json.dumps(content))
+
+
+def run_mutants(folder: Path, names: Sequence[str] = ()) -> None:
+    """Let mutmut run all mutants that were not run yet, or those with these names."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder / "mutants" / "src"),  # for the processes that tests start
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = [Path(sys.executable).with_name("mutmut"), "run", "--max-children", "1", *names]
+    subprocess.run(command, cwd=folder, env=environment, check=True)
+
+
+def run_all(modules: list[str]) -> dict[str, Row]:
+    """Run all mutants of some modules with the same tests; a row for each."""
+    folder, rows = prepare(modules), {}
+    sources = {module: source_hash(module) for module in modules}
+    tests = tests_hash(modules[0])
+    for module in modules:
+        forget_survivors(folder, module)
+    (folder / "tests.hash").write_text(tests)
+    run_mutants(folder)
+    for module in modules:
+        codes = exit_codes(folder, module)
+        if None in codes.values():
+            sys.exit(f"some mutants of {module} were not run: start it again")
+        alive = [name for name, code in codes.items() if survives(code)]
+        rows[module] = {
+            "source": sources[module],
+            "tests": tests,
+            "mutants": len(codes),
+            "endless": sum(code in TIMEOUT for code in codes.values()),
+            "survivors": changed_lines(folder, module, alive),
+        }
+    return rows
+
+
+def run_survivors(before: dict[str, Row]) -> dict[str, Row]:
+    """Run the survivors of some modules with the same tests, whose tests have changed; the new rows."""
+    modules, rows = list(before), {}
+    tests = tests_hash(modules[0])
+    names = [name for row in before.values() for name in row["survivors"]]
+    folder = prepare(modules)
+    if names:
+        run_mutants(folder, names)
+    for module, row in before.items():
+        codes = exit_codes(folder, module) if names else {}
+        survivors = {name: line for name, line in row["survivors"].items() if survives(codes[name])}
+        endless = sum(codes[name] in TIMEOUT for name in row["survivors"])
+        rows[module] = {**row, "tests": tests, "endless": row["endless"] + endless, "survivors": survivors}
+    return rows
+
+
+def changed_lines(folder: Path, module: str, mutants: list[str]) -> dict[str, str]:
+    """The line of each mutant that differs from the original; empty if a line was removed."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+
     found = {}
-    for path in sorted(folder.glob("src/**/*.py.meta")):
-        codes = json.loads(path.read_text())["exit_code_by_key"]
-        if codes:
-            found[str(path.relative_to(folder / "src")).removesuffix(".meta")] = codes
+    with contextlib.chdir(folder):
+        for mutant in mutants:
+            lines = get_diff_for_mutant(mutant, path=Path("src", "idml", module)).splitlines()
+            new = [line[1:].strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
+            found[mutant] = " ".join(new)
     return found
 
 
-def changed_line(mutant: str, folder: Path) -> str:
-    """The line of a mutant that differs from the original, as mutmut shows it."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "mutmut", "show", mutant], cwd=folder.parent, capture_output=True, text=True
-    ).stdout
-    lines = [line[1:].strip() for line in shown.splitlines() if line.startswith("+") and not line.startswith("+++")]
-    return " ".join(lines)
+# -------------------- the page --------------------
 
 
-def reason(line: str) -> str:
+def reason(module: str, line: str) -> str:
     """Why a survivor behaves as the original; empty if it does not, or if nobody has looked."""
-    return next((why for piece, why in EQUIVALENT.items() if fnmatch.fnmatchcase(line, f"*{piece}*")), "")
+    return next((why for piece, why in EQUIVALENT.get(module, {}).items() if piece in line), "")
 
 
-def report(folder: Path) -> str:
+def percent(killed: int, total: int) -> str:
+    """A share as it is written in the docs."""
+    return f"{100 * killed / total:.1f} %"
+
+
+def report(rows: dict[str, Row]) -> str:
     """The table and the list of survivors in Markdown."""
-    rows = ["| module | mutants | run | killed | survived | of these equivalent | score |", "| --- " * 7 + "|"]
+    table = ["| module | mutants | killed | survived | of these equivalent | score |", "| --- " * 6 + "|"]
     lists = []
-    for module, codes in results(folder).items():
-        run = {mutant: code for mutant, code in codes.items() if code is not None}
-        survivors = [mutant for mutant, code in run.items() if code in (SURVIVED, UNTESTED)]
-        lines = {mutant: changed_line(mutant, folder) for mutant in survivors}
-        alike = sum(bool(reason(line)) for line in lines.values())
-        killed = len(run) - len(survivors)
-        score = f"{killed / len(run):.1%}".replace("%", " %") if run else "not run"
-        timeouts = Counter(code in TIMEOUT for code in run.values())[True]
-        note = f" ({timeouts} endless)" if timeouts else ""
-        rows.append(
-            f"| `{module}` | {len(codes)} | {len(run)} | {killed}{note} | {len(survivors)} | {alike} | {score} |"
-        )
+    for module in MODULES:
+        if module not in rows:
+            table.append(f"| `{module}` | | | | | not run |")
+            continue
+        row = rows[module]
+        survivors, total = row["survivors"], row["mutants"]
+        killed = total - len(survivors)
+        alike = sum(bool(reason(module, line)) for line in survivors.values())
+        note = f" ({row['endless']} endless)" if row["endless"] else ""
+        older = "" if row["source"] == source_hash(module) else "; of an older version of the module"
+        score = percent(killed, total) + older
+        table.append(f"| `{module}` | {total} | {killed}{note} | {len(survivors)} | {alike} | {score} |")
         if survivors:
-            lists.append(f"\n### `{module}`\n")
-            for mutant, line in lines.items():
-                name = mutant.rpartition(".")[2].replace("ǁ", ".").removeprefix("x").lstrip("._")
-                why = f" — equivalent: {reason(line)}" if reason(line) else ""
-                code = line.replace("`", "'")[:160]
-                lists.append(f"- {name}: `{code}`{why}" if code else f"- {name}: a line was removed{why}")
-    return "\n".join([*rows, "", "## Survivors", *lists])
+            lists.append(f"\n### {module}\n")
+        for mutant, line in survivors.items():
+            name = mutant.rpartition(".")[2].replace("ǁ", ".").removeprefix("x").lstrip("._").replace("__mutmut_", " ")
+            why = f" (equivalent: {reason(module, line)})" if reason(module, line) else ""
+            code = line.replace("`", "'")[:160]
+            lists.append(f"- {name}: `{code}`{why}" if code else f"- {name}: a line was removed{why}")
+    total = sum(row["mutants"] for row in rows.values())
+    killed = total - sum(len(row["survivors"]) for row in rows.values())
+    if total:
+        table.append(f"| all | {total} | {killed} | {total - killed} | | {percent(killed, total)} |")
+    return "\n".join([*table, "", "## Survivors", *lists])
 
 
-def with_report(text: str, folder: Path) -> str:
+def with_report(text: str, rows: dict[str, Row]) -> str:
     """The page with the current report."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{report(folder)}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{report(rows)}\n\n{END}{after}"
+
+
+def stored_rows() -> dict[str, Row]:
+    """The finished modules."""
+    rows: dict[str, Row] = json.loads(STORE.read_text()) if STORE.exists() else {}
+    return rows
+
+
+def store(rows: dict[str, Row]) -> None:
+    """Write the rows of finished modules."""
+    rows = {module: rows[module] for module in MODULES if module in rows}
+    STORE.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is not finished and write the page."""
+    parser = argparse.ArgumentParser(description="mutation testing of the modules that carry promises")
+    parser.add_argument("words", nargs="*", help="run only modules whose path contains one of these")
+    parser.add_argument("--page", action="store_true", help="run nothing, write the page")
+    options = parser.parse_args(arguments)
+    for group in () if options.page else TESTS:
+        rows = stored_rows()
+        modules = [module for module in MODULES if module.startswith(f"{group}/")]
+        if options.words:
+            modules = [module for module in modules if any(word in module for word in options.words)]
+        old = {
+            module: row for module, row in rows.items() if module in modules and row["source"] == source_hash(module)
+        }
+        if new := [module for module in modules if module not in old]:
+            store(rows | run_all(new))
+        if again := {module: row for module, row in old.items() if row["tests"] != tests_hash(module)}:
+            store(stored_rows() | run_survivors(again))
+    PAGE.write_text(with_report(PAGE.read_text(), stored_rows()))
 
 
 if __name__ == "__main__":
-    mutants = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "mutants"
-    if not results(mutants):
-        sys.exit("there are no mutants: make mutants")
-    PAGE.write_text(with_report(PAGE.read_text(), mutants))
+    main()
