@@ -4,10 +4,10 @@
     python tests/mutants.py checkpoint      only the modules whose path holds a word
     python tests/mutants.py --page          write the page from results/mutants.json, run nothing
 
-The modules of a folder are run together, with the tests in TESTS, in a folder below mutants/, where mutmut keeps its
-state: an interrupted run goes on there. A finished module is stored in results/mutants.json with hashes of its source and of its
-tests. As long as both are the same it is not run again. If only the tests have changed, only the survivors are run
-again; a mutant that was killed stays killed. If the source has changed, all of its mutants are run.
+The modules of a folder are run together, with the tests in TESTS, in mutants/<folder>/, where mutmut keeps its state:
+an interrupted run goes on there. A finished module is stored in results/mutants.json, with hashes of its source and of
+its tests. As long as both are the same it is not run again, on any machine. If only the tests have changed, only the
+survivors are run again; a mutant that was killed stays killed. If the source has changed, all of its mutants are run.
 
 A mutant counts as killed if a test fails, or if it makes a test endless. EQUIVALENT lists the survivors that behave as
 the original does, each with the reason; they count as survivors all the same.
@@ -36,7 +36,7 @@ TESTS = {  # of the modules below src/idml; long tests are left out
     " tests/calibration/test_risk_control.py"
     " --deselect=tests/calibration/test_cluster_bound.py::test_promises_are_kept_where_classes_hang_together",
     "training": "tests/training/test_checkpoint.py",
-    "server": "tests/server/test_security.py tests/server/test_security_keys.py",
+    "server": "tests/server/test_request_guard.py tests/server/test_security_keys.py",
     "search": "tests/search/test_sqlite.py tests/search/test_damage.py"
     " --deselect=tests/search/test_damage.py::test_every_flipped_bit_is_found_or_harmless"
     " --deselect=tests/search/test_sqlite.py::TestGallery"
@@ -88,9 +88,14 @@ def source_hash(module: str) -> str:
     return digest([ROOT / "src" / "idml" / module])
 
 
+def folder_of(module: str) -> str:
+    """The first folder of a module's path; its modules have the same tests."""
+    return module.partition("/")[0]
+
+
 def tests_of(module: str) -> list[str]:
     """Arguments of pytest that select the tests of a module."""
-    return TESTS[module.partition("/")[0]].split()
+    return TESTS[folder_of(module)].split()
 
 
 def tests_hash(module: str) -> str:
@@ -105,8 +110,9 @@ def tests_hash(module: str) -> str:
 
 def prepare(modules: list[str]) -> Path:
     """Make the folder in which mutmut runs: links to the sources and tests, and settings for these modules."""
-    folder = WORK / "+".join(module.removesuffix(".py").replace("/", ".") for module in modules)
-    (folder / "mutants" / "src").mkdir(parents=True, exist_ok=True)  # Python remembers a path that is not there
+    folder = WORK / folder_of(modules[0])
+    sources = folder / "mutants" / "src"
+    sources.mkdir(parents=True, exist_ok=True)  # Python remembers a path that is not there
     for name in ("src", "tests", "benchmarks"):
         with contextlib.suppress(FileExistsError):
             (folder / name).symlink_to(ROOT / name)
@@ -114,6 +120,12 @@ def prepare(modules: list[str]) -> Path:
     options = [word for name in f"{OPTIONS} {PLUGINS}".split() for word in ("-p", name)]
     settings = SETTINGS.format(modules=paths, tests=json.dumps(tests_of(modules[0])), options=json.dumps(options))
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + settings)
+    for module in MODULES:  # mutmut takes a plain copy of a module for its mutants if it lies there before
+        meta = meta_file(folder, module)
+        if module not in modules:
+            meta.unlink(missing_ok=True)
+        if not meta.exists():
+            (sources / "idml" / module).unlink(missing_ok=True)
     return folder
 
 
@@ -124,7 +136,8 @@ def meta_file(folder: Path, module: str) -> Path:
 
 def exit_codes(folder: Path, module: str) -> dict[str, int | None]:
     """The exit codes of a module's mutants, None for those that were not run."""
-    codes: dict[str, int | None] = json.loads(meta_file(folder, module).read_text())["exit_code_by_key"]
+    meta = meta_file(folder, module)
+    codes: dict[str, int | None] = json.loads(meta.read_text())["exit_code_by_key"] if meta.exists() else {}
     return codes
 
 
@@ -133,14 +146,17 @@ def survives(code: int | None) -> bool:
     return code in ALIVE
 
 
-def forget_survivors(folder: Path, module: str) -> None:
+def forget_survivors(folder: Path, modules: list[str]) -> None:
     """Let the survivors of an interrupted run be run again if the tests have changed since."""
-    note, meta, tests = folder / "tests.hash", meta_file(folder, module), tests_hash(module)
-    if meta.exists() and (not note.exists() or note.read_text() != tests):
-        content = json.loads(meta.read_text())
-        codes = content["exit_code_by_key"]
-        content["exit_code_by_key"] = {name: None if survives(code) else code for name, code in codes.items()}
-        meta.write_text(json.dumps(content))
+    note, tests = folder / "tests.hash", tests_hash(modules[0])
+    if note.exists() and note.read_text() != tests:
+        for meta in (meta_file(folder, module) for module in modules):
+            content = json.loads(meta.read_text()) if meta.exists() else {"exit_code_by_key": {}}
+            codes = content["exit_code_by_key"]
+            content["exit_code_by_key"] = {name: None if survives(code) else code for name, code in codes.items()}
+            if codes:
+                meta.write_text(json.dumps(content))
+    note.write_text(tests)
 
 
 def run_mutants(folder: Path, names: Sequence[str] = ()) -> None:
@@ -154,44 +170,40 @@ def run_mutants(folder: Path, names: Sequence[str] = ()) -> None:
     subprocess.run(command, cwd=folder, env=environment, check=True)
 
 
-def run_all(modules: list[str]) -> dict[str, Row]:
-    """Run all mutants of some modules with the same tests; a row for each."""
-    folder, rows = prepare(modules), {}
+def run_all(modules: list[str]) -> None:
+    """Run all mutants of some modules with the same tests, and store each module that is finished."""
+    folder, tests = prepare(modules), tests_hash(modules[0])
     sources = {module: source_hash(module) for module in modules}
-    tests = tests_hash(modules[0])
-    for module in modules:
-        forget_survivors(folder, module)
-    (folder / "tests.hash").write_text(tests)
-    run_mutants(folder)
-    for module in modules:
-        codes = exit_codes(folder, module)
-        if None in codes.values():
-            sys.exit(f"some mutants of {module} were not run: start it again")
-        alive = [name for name, code in codes.items() if survives(code)]
-        rows[module] = {
-            "source": sources[module],
-            "tests": tests,
-            "mutants": len(codes),
-            "endless": sum(code in TIMEOUT for code in codes.values()),
-            "survivors": changed_lines(folder, module, alive),
-        }
-    return rows
+    forget_survivors(folder, modules)
+    try:
+        run_mutants(folder)
+    finally:
+        for module in modules:
+            codes = exit_codes(folder, module)
+            if codes and None not in codes.values():
+                alive = [name for name, code in codes.items() if survives(code)]
+                row = {
+                    "source": sources[module],
+                    "tests": tests,
+                    "mutants": len(codes),
+                    "endless": sum(code in TIMEOUT for code in codes.values()),
+                    "survivors": changed_lines(folder, module, alive),
+                }
+                store(stored_rows() | {module: row})
 
 
-def run_survivors(before: dict[str, Row]) -> dict[str, Row]:
-    """Run the survivors of some modules with the same tests, whose tests have changed; the new rows."""
-    modules, rows = list(before), {}
-    tests = tests_hash(modules[0])
-    names = [name for row in before.values() for name in row["survivors"]]
+def run_survivors(before: dict[str, Row]) -> None:
+    """Run the survivors of some modules with the same tests, whose tests have changed, and store the rest of them."""
+    modules, tests = list(before), tests_hash(next(iter(before)))
     folder = prepare(modules)
+    names = [name for row in before.values() for name in row["survivors"]]
     if names:
         run_mutants(folder, names)
     for module, row in before.items():
-        codes = exit_codes(folder, module) if names else {}
+        codes = exit_codes(folder, module)
         survivors = {name: line for name, line in row["survivors"].items() if survives(codes[name])}
-        endless = sum(codes[name] in TIMEOUT for name in row["survivors"])
-        rows[module] = {**row, "tests": tests, "endless": row["endless"] + endless, "survivors": survivors}
-    return rows
+        endless = row["endless"] + sum(codes[name] in TIMEOUT for name in row["survivors"])
+        store(stored_rows() | {module: {**row, "tests": tests, "endless": endless, "survivors": survivors}})
 
 
 def changed_lines(folder: Path, module: str, mutants: list[str]) -> dict[str, str]:
@@ -275,18 +287,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", help="run only modules whose path contains one of these")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
     options = parser.parse_args(arguments)
-    for group in () if options.page else TESTS:
-        rows = stored_rows()
-        modules = [module for module in MODULES if module.startswith(f"{group}/")]
+    for folder in () if options.page else TESTS:
+        modules = [module for module in MODULES if folder_of(module) == folder]
         if options.words:
             modules = [module for module in modules if any(word in module for word in options.words)]
-        old = {
-            module: row for module, row in rows.items() if module in modules and row["source"] == source_hash(module)
-        }
-        if new := [module for module in modules if module not in old]:
-            store(rows | run_all(new))
-        if again := {module: row for module, row in old.items() if row["tests"] != tests_hash(module)}:
-            store(stored_rows() | run_survivors(again))
+        rows = {name: row for name, row in stored_rows().items() if row["source"] == source_hash(name)}
+        here = [module for module in modules if module not in rows or exit_codes(WORK / folder, module)]
+        if any(module not in rows for module in modules):
+            run_all(here)
+        rows = {name: row for name, row in stored_rows().items() if row["source"] == source_hash(name)}
+        changed = {name: row for name, row in rows.items() if name in modules and row["tests"] != tests_hash(name)}
+        if changed:
+            run_survivors(changed)
     PAGE.write_text(with_report(PAGE.read_text(), stored_rows()))
 
 

@@ -121,7 +121,7 @@ def test_bad_lists_are_refused():
             build_evidence(certain, bad, certain.uncertainty)
     with pytest.raises(ValueError, match=r"classes must be numbers \[1, 2\], got \[1, 3\]"):
         build_evidence(certain, torch.rand(1, 2), certain.uncertainty, classes=torch.zeros(1, 3).long())
-    with pytest.raises(ValueError, match="^the classes of listed images must be numbers of 0 or more$"):
+    with pytest.raises(ValueError, match=r"^the classes of listed images must be numbers of 0 or more$"):
         build_evidence(certain, torch.rand(1, 2), certain.uncertainty, classes=torch.tensor([[1, -1]]))
     build_evidence(certain, torch.rand(1, 2), certain.uncertainty, classes=torch.tensor([[0, 1]]))
 
@@ -181,7 +181,7 @@ def test_parts_and_joins():
     assert some_evidence(1).searched == "10 nearest, euclidean"
     for other in (some_evidence(2, searched="another search"), some_evidence(2, margin=torch.rand(2))):
         for parts in ([whole, other], [other, whole]):
-            with pytest.raises(ValueError, match="^only evidence with the same scores can be joined$"):
+            with pytest.raises(ValueError, match=r"^only evidence with the same scores can be joined$"):
                 Evidence.cat(parts)
 
 
@@ -206,7 +206,7 @@ def test_a_profile_of_impossible_values_is_refused():
     assert Profile(2, (0.0, 0.0)).nearest == (0.0, 0.0)
     assert Profile(3, (0.5,)).size == 3
     for size, nearest_distances in [(3, (0.2, 0.1)), (3, (-0.1, 0.1)), (1, (0.1, 0.2)), (5, ()), (0, ())]:
-        with pytest.raises(ValueError, match="^the profile of a gallery has impossible values$"):
+        with pytest.raises(ValueError, match=r"^the profile of a gallery has impossible values$"):
             Profile(size, nearest_distances)
 
 

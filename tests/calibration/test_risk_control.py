@@ -58,7 +58,7 @@ def test_rates():
     for x in (0, 1, -0.5, 1.5, math.nan):
         with pytest.raises(ValueError, match=f"^max_error must be between 0 and 1, got {x!r}$"):
             check_rate("max_error", x)
-    with pytest.raises(ValueError, match="^max_error must be at least 1e-09, got 9e-10$"):
+    with pytest.raises(ValueError, match=r"^max_error must be at least 1e-09, got 9e-10$"):
         check_rate("max_error", 9e-10)
 
 
@@ -162,7 +162,8 @@ def test_reasons_in_full():
     promise = counts.find_guarantee(0.01, 0.9)
     assert promise == RiskGuarantee(
         0.01, 0.9, None, 100, 374,
-        reason="cannot promise at most 1 % wrong answers here: there are 100 calibration queries, at least 374 are needed",
+        reason="cannot promise at most 1 % wrong answers here: "
+        "there are 100 calibration queries, at least 374 are needed",
     )  # fmt: skip
     assert promise.needed == math.ceil(fewest_queries(0.01, 0.05) / 0.8)  # δ/2 for each start; 80 of 100 answered
     hopeless = ThresholdCounts((0.9, 0.0), (600, 1000), (60, 300), 1000, (0,))
@@ -193,7 +194,7 @@ def test_a_guarantee_says_what_was_counted():
     assert (nothing.coverage, nothing.possible) == (0.0, False)
     assert RiskGuarantee(0.05, 0.9, 0.5, 10, 45, 5, share=0.25).coverage == 0.25
     assert RiskGuarantee(0.05, 0.9, 0.0, 10, 45, 5).possible
-    with pytest.raises(ValueError, match="^confidence must be between 0 and 1, got 1$"):
+    with pytest.raises(ValueError, match=r"^confidence must be between 0 and 1, got 1$"):
         counts.find_guarantee(0.05, 1)
     unanswered = ThresholdCounts((0.9, 0.0), (0, 100), (0, 0), 100, (0,)).find_guarantee(0.05, 0.9)
     assert not unanswered.possible
@@ -290,13 +291,13 @@ def test_impossible_tables_are_refused(change, complaint):
 
 
 def test_tables_in_disorder_are_refused():
-    with pytest.raises(ValueError, match="^a lower threshold of the table answers fewer queries$"):
+    with pytest.raises(ValueError, match=r"^a lower threshold of the table answers fewer queries$"):
         ThresholdCounts((0.9, 0.0), (60, 50), (0, 20), 100, (0,))
     three = (60, 80, 100), (0, 10, 20), 100, (0,)
     for good in ((0.9, 0.5, 0.0), (0.0, 0.5, 1.0), (1.0, 1.0, 1.0)):
         ThresholdCounts(good, *three)
     for bad in ((0.9, 0.0, 0.5), (1.1, 0.5, 0.0), (0.9, 0.5, -0.1)):
-        with pytest.raises(ValueError, match="^the thresholds are not between 0 and 1, or not in order$"):
+        with pytest.raises(ValueError, match=r"^the thresholds are not between 0 and 1, or not in order$"):
             ThresholdCounts(bad, *three)
 
 
@@ -377,7 +378,7 @@ def test_impossible_bins_are_refused():
         {"count": 0}, {"low": 1.0}, {"low": -0.1}, {"high": 1.1}, {"probability": 1.1}, {"accuracy": -0.1},
         {"interval": (-0.1, 1.0)}, {"interval": (0.0, 1.1)},
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="^a bin of the reliability diagram has impossible values$"):
+        with pytest.raises(ValueError, match=r"^a bin of the reliability diagram has impossible values$"):
             ReliabilityBin(**{**whole, **change})
 
 
