@@ -179,6 +179,11 @@ def test_parts_and_joins():
     assert all(torch.equal(joined.scores[name], whole.scores[name]) for name in whole.scores)
     assert joined.searched == "another search"
     assert some_evidence(1).searched == "10 nearest, euclidean"
+    alone = Evidence.cat([whole])
+    assert torch.equal(alone.margin, whole.margin)
+    assert alone.searched == "another search"
+    with pytest.raises(IndexError):
+        whole[5]
     for other in (some_evidence(2, searched="another search"), some_evidence(2, margin=torch.rand(2))):
         for parts in ([whole, other], [other, whole]):
             with pytest.raises(ValueError, match=r"^only evidence with the same scores can be joined$"):

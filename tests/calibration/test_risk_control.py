@@ -427,6 +427,7 @@ def test_drift_in_numbers():
         found = measure_drift(Profile(before, (0.1, 0.2)), Profile(after, (0.1, 0.2)))
         assert found.reason == words
         assert found.changed == (abs(after / before - 1) > 0.2 + 1e-9)
+        assert (found.size_ratio, found.distance, found.p_value) == (after / before, 0.0, 1.0)
 
 
 def test_drift_needs_a_large_move_that_is_no_chance():
@@ -437,6 +438,9 @@ def test_drift_needs_a_large_move_that_is_no_chance():
     copies = Profile(100, (0.0,) * 25 + (9e-4,) * 25 + (0.5,) * 50)
     assert measure_drift(rounding, copies).distance == 0
     assert measure_drift(rounding, Profile(100, (1e-3,) * 50 + (0.5,) * 50)).distance == 0.5
+    assert measure_drift(rounding, Profile(100, (2.0,) * 100)).distance == 1.0  # copies are nearer than everything
+    fewer = measure_drift(evenly(400, size=1000), evenly(300, low=0.2, size=1000))  # the means, not the sums
+    assert fewer.reason == "its images lie farther from each other than at calibration"
 
 
 def test_more_unknown_queries_than_calibrated():
@@ -452,4 +456,5 @@ def test_more_unknown_queries_than_calibrated():
     assert notice_unknown(90, 100, recognised=0.6, rejected=0.31, share=0.25) is None  # rarely recognised
     assert notice_unknown(90, 100, recognised=0.6, rejected=0.3, share=0.25) is not None
     assert notice_unknown(90, 100, recognised=0.049, rejected=0.0, share=0.25) is None
+    assert notice_unknown(90, 100, recognised=0.06, rejected=0.02, share=0.25) is None
     assert notice_unknown(90, 100, recognised=0.05, rejected=0.0, share=0.25) is not None
