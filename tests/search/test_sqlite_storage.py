@@ -119,7 +119,7 @@ def test_other_databases_are_refused(tmp_path):
         OSError, match=r"^SQLite's write-ahead log does not work in here \(is it on a network drive\?\): "
     ):
         require_log("delete", "here")
-    with pytest.raises(OSError, match="put the gallery on a local disk$"):
+    with pytest.raises(OSError, match=r"put the gallery on a local disk$"):
         require_log(None, "here")
     require_log("wal", "here")
 
