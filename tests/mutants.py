@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, STORE, WORK = ROOT / "docs" / "mutants.md", ROOT / "results" / "mutants.json", ROOT / "mutants"
+PAGE, FIGURES = ROOT / "docs" / "mutants.md", ROOT / "docs" / "reliability.md"
+STORE, WORK = ROOT / "results" / "mutants.json", ROOT / "mutants"
 BEGIN, END = "<!-- mutants: python tests/mutants.py -->", "<!-- end of mutants -->"
 ALIVE = (0, 5, 33)  # exit codes in mutmut's files: all tests passed; no test was found; none reaches the function
 TIMEOUT = (-24, 24, 36, 152, 255)
@@ -65,9 +66,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {  # a piece of the changed line, and wh
     },
     "calibration/evidence.py": {
         "search.top(2)": "only the first of the two distances is read",
+        "default=-2.0": "every number below 0 refuses an empty profile",
+        ".to(None)": "without a device a tensor stays where it is, and all tests run on the CPU",
     },
     "calibration/risk_control.py": {
         "if ratio >= 1 else 'smaller'": "at a ratio of 1 the text is not used",
+        "{101 * GROWTH:.0f}": "20.2 is written as 20",
+        "np.where(None, 1.0, bdtr(": "P(Bin(0, ε) ≤ 0) is 1 by itself",
+        "np.asarray(wrong, dtype=None)": "scipy converts whole numbers by itself",
+        "np.asarray(wrong, )": "scipy converts whole numbers by itself",
+        "np.asarray(total, dtype=None)": "whole numbers are of this type without being asked",
+        "np.asarray(total, )": "whole numbers are of this type without being asked",
     },
 }
 SETTINGS = """
@@ -282,6 +291,24 @@ def with_report(text: str, rows: dict[str, Row]) -> str:
     return f"{before}{BEGIN}\n\n{report(rows)}\n\n{END}{after}"
 
 
+def with_figure(text: str, rows: dict[str, Row]) -> str:
+    """The page of all figures with the current line about mutants."""
+    total = sum(row["mutants"] for row in rows.values())
+    killed = total - sum(len(row["survivors"]) for row in rows.values())
+    lowest = min((1 - len(row["survivors"]) / row["mutants"] for row in rows.values()), default=0.0)
+    score = f"{percent(killed, total)} killed; at least {100 * lowest:.1f} % in each module" if total else "not run"
+    figure = f"{total:,} in {len(rows)} of {len(MODULES)} modules; {score} ([survivors](mutants.md))"
+    line = f"| mutants | {figure} | `make mutants` |"
+    return "\n".join(line if old.startswith("| mutants |") else old for old in text.split("\n"))
+
+
+def write_pages() -> None:
+    """Write the figures into both pages."""
+    rows = stored_rows()
+    PAGE.write_text(with_report(PAGE.read_text(), rows))
+    FIGURES.write_text(with_figure(FIGURES.read_text(), rows))
+
+
 def stored_rows() -> dict[str, Row]:
     """The finished modules."""
     rows: dict[str, Row] = json.loads(STORE.read_text()) if STORE.exists() else {}
@@ -312,7 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
         changed = {name: row for name, row in rows.items() if name in modules and row["tests"] != tests_hash(name)}
         if changed:
             run_survivors(changed)
-    PAGE.write_text(with_report(PAGE.read_text(), stored_rows()))
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ MODULE = "training/checkpoint.py"
 def test_the_page_is_written_from_the_stored_results():
     text = mutants.PAGE.read_text()
     assert mutants.with_report(text, mutants.stored_rows()) == text
+    figures = mutants.FIGURES.read_text()
+    assert mutants.with_figure(figures, mutants.stored_rows()) == figures
 
 
 def test_every_module_and_every_test_file_exists():
@@ -51,6 +53,8 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "STORE", tmp_path / "mutants.json")
     monkeypatch.setattr(mutants, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(mutants, "WORK", tmp_path / "work")
+    monkeypatch.setattr(mutants, "FIGURES", tmp_path / "figures.md")
+    mutants.FIGURES.write_text("| kills | 9 | `make faults` |\n| mutants | old | `make mutants` |\nend\n")
     mutants.PAGE.write_text(f"head\n{mutants.BEGIN}\n{mutants.END}\nfoot\n")
     runs = []
 
@@ -72,6 +76,12 @@ def test_a_finished_module_is_not_run_again(made, monkeypatch):
     (stored,) = mutants.stored_rows().values()
     assert (stored["mutants"], stored["survivors"]) == (2, {"x__mutmut_2": "x = 2"})
     assert "50.0 %" in mutants.PAGE.read_text()
+    assert mutants.FIGURES.read_text().splitlines() == [
+        "| kills | 9 | `make faults` |",
+        "| mutants | 2 in 1 of 10 modules; 50.0 % killed; at least 50.0 % in each module ([survivors](mutants.md))"
+        " | `make mutants` |",
+        "end",
+    ]
     assert mutants.PAGE.read_text().startswith("head\n")
     assert mutants.PAGE.read_text().endswith("foot\n")
     mutants.main(["checkpoint"])

@@ -97,6 +97,9 @@ def test_lists_that_end_early_and_lists_of_one_class():
     same = build_evidence(certain, lists, certain.uncertainty, classes=torch.ones(1, 3).long())
     assert float(same.disagreement) == 0
     assert float(same.margin) == pytest.approx(0.1 - 0.7)
+    two = Embeddings.certain(torch.ones(2, 2))
+    mixed = build_evidence(two, lists.repeat(2, 1), two.uncertainty, classes=torch.tensor([[1, 1, 1], [1, 2, 2]]))
+    assert mixed.margin.tolist() == pytest.approx([0.1 - 0.7, 0.1 - 0.2])
 
 
 def test_an_uncertainty_without_dimensions_counts_as_zero():

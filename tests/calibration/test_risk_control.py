@@ -336,6 +336,7 @@ def test_conformal_p_values_are_at_most_uniform():
     found = conformal_p(scores, [5.0, 1.0, 3.0, 3.0])
     assert found.tolist() == [4 / 5, 4 / 5, 2 / 5]
     assert found.dtype == torch.float64
+    assert float(conformal_p(torch.tensor([0.7], dtype=torch.float64), [0.7])) == 1.0  # in double precision
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.floats(0, 1), st.floats(0, 1))
@@ -347,6 +348,12 @@ def test_set_sizes_fall_with_probability_and_with_doubt(p, a, b):
     assert bool((few.diff() <= 0).all())
     for x, size in zip(p.tolist(), few.tolist(), strict=True):
         assert size == next((m + 1 for m, h in enumerate(still) if (1 - x) * h <= max(a, b)), 5)
+
+
+def test_set_sizes_at_the_limit():
+    none = torch.zeros(1, dtype=torch.float64)
+    assert choose_set_sizes(none, [1.0, 0.3, 0.1], 0.3).tolist() == [2]
+    assert choose_set_sizes(none.float(), [1.0, 0.3, 0.1], 0.05).tolist() == [3]
 
 
 def test_reliability_bins():
@@ -438,7 +445,9 @@ def test_drift_needs_a_large_move_that_is_no_chance():
     copies = Profile(100, (0.0,) * 25 + (9e-4,) * 25 + (0.5,) * 50)
     assert measure_drift(rounding, copies).distance == 0
     assert measure_drift(rounding, Profile(100, (1e-3,) * 50 + (0.5,) * 50)).distance == 0.5
-    assert measure_drift(rounding, Profile(100, (2.0,) * 100)).distance == 1.0  # copies are nearer than everything
+    assert measure_drift(rounding, Profile(100, (0.7,) * 100)).distance == 1.0  # copies are nearer than everything
+    at_the_limit = measure_drift(Profile(1000, (0.5,) * 100 + (1.0,) * 900), Profile(1000, (1.0,) * 1000))
+    assert (at_the_limit.distance, at_the_limit.changed) == (0.1, True)
     fewer = measure_drift(evenly(400, size=1000), evenly(300, low=0.2, size=1000))  # the means, not the sums
     assert fewer.reason == "its images lie farther from each other than at calibration"
 
