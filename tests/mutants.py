@@ -5,9 +5,10 @@
     python tests/mutants.py --page          write the page from results/mutants.json, run nothing
 
 The modules of a folder are run together, with the tests in TESTS, in mutants/<folder>/, where mutmut keeps its state:
-an interrupted run goes on there. A finished module is stored in results/mutants.json, with hashes of its source and of
-its tests. As long as both are the same it is not run again, on any machine. If only the tests have changed, only the
-survivors are run again; a mutant that was killed stays killed. If the source has changed, all of its mutants are run.
+an interrupted run goes on there. What was run of a module is stored in results/mutants.json, with hashes of its source
+and of its tests. As long as both are the same, a finished module is not run again, on any machine. If only the tests
+have changed, only the survivors are run again; a mutant that was killed stays killed. If the source has changed, all of
+its mutants are run.
 
 A mutant counts as killed if a test fails, or if it makes a test endless. EQUIVALENT lists the survivors that behave as
 the original does, each with the reason; they count as survivors all the same.
@@ -72,6 +73,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {  # a piece of the changed line, and wh
     "calibration/risk_control.py": {
         "if ratio >= 1 else 'smaller'": "at a ratio of 1 the text is not used",
         "{101 * GROWTH:.0f}": "20.2 is written as 20",
+        "1 < moments.clusters < ENOUGH_CLUSTERS": "with one cluster nothing is promised",
+        "if rate <= max_error]": "the same test twice passes twice",
+        "zip(*tests,": "the lists have the same length by construction",
         "np.where(None, 1.0, bdtr(": "P(Bin(0, ε) ≤ 0) is 1 by itself",
         "np.asarray(wrong, dtype=None)": "scipy converts whole numbers by itself",
         "np.asarray(wrong, )": "scipy converts whole numbers by itself",
@@ -133,7 +137,7 @@ def prepare(modules: list[str]) -> Path:
     sources.mkdir(parents=True, exist_ok=True)  # Python remembers a path that is not there
     for name in ("src", "tests", "benchmarks"):
         with contextlib.suppress(FileExistsError):
-            (folder / name).symlink_to(ROOT / name)
+            (folder / name).symlink_to(Path("..", "..", name))
     paths = json.dumps([f"src/idml/{module}" for module in modules])
     options = [word for name in f"{OPTIONS} {PLUGINS}".split() for word in ("-p", name)]
     # torch cannot compute gradients after a fork of a process that has
@@ -168,16 +172,17 @@ def survives(code: int | None) -> bool:
 
 
 def forget_survivors(folder: Path, modules: list[str]) -> None:
-    """Let the survivors of an interrupted run be run again if the tests have changed since."""
-    note, tests = folder / "tests.hash", tests_hash(modules[0])
-    if note.exists() and note.read_text() != tests:
+    """Let the survivors of an interrupted run be run again if the tests have changed since; note the hashes of now."""
+    note, tests = folder / "hashes.json", tests_hash(modules[0])
+    if note.exists() and json.loads(note.read_text())["tests"] != tests:
         for meta in (meta_file(folder, module) for module in modules):
             content = json.loads(meta.read_text()) if meta.exists() else {"exit_code_by_key": {}}
             codes = content["exit_code_by_key"]
             content["exit_code_by_key"] = {name: None if survives(code) else code for name, code in codes.items()}
             if codes:
                 meta.write_text(json.dumps(content))
-    note.write_text(tests)
+    sources = {module: source_hash(module) for module in modules}
+    note.write_text(json.dumps({"tests": tests, "sources": sources}))
 
 
 def run_mutants(folder: Path, names: Sequence[str] = ()) -> None:
@@ -193,25 +198,35 @@ def run_mutants(folder: Path, names: Sequence[str] = ()) -> None:
 
 
 def run_all(modules: list[str]) -> None:
-    """Run all mutants of some modules with the same tests, and store each module that is finished."""
-    folder, tests = prepare(modules), tests_hash(modules[0])
-    sources = {module: source_hash(module) for module in modules}
+    """Run all mutants of some modules with the same tests, and store what was run."""
+    folder = prepare(modules)
     forget_survivors(folder, modules)
     try:
         run_mutants(folder)
     finally:
-        for module in modules:
-            codes = exit_codes(folder, module)
-            if codes and None not in codes.values():
-                alive = [name for name, code in codes.items() if survives(code)]
-                row = {
-                    "source": sources[module],
-                    "tests": tests,
-                    "mutants": len(codes),
-                    "endless": sum(code in TIMEOUT for code in codes.values()),
-                    "survivors": changed_lines(folder, module, alive),
-                }
-                store(stored_rows() | {module: row})
+        collect(folder)
+
+
+def collect(folder: Path) -> None:
+    """Store what was run in a folder, also of modules that are not finished."""
+    note = folder / "hashes.json"
+    hashes = json.loads(note.read_text()) if note.exists() else {"tests": "", "sources": {}}
+    for module, source in hashes["sources"].items():
+        codes = exit_codes(folder, module)
+        run = sum(code is not None for code in codes.values())
+        known = {"source": source, "tests": hashes["tests"], "mutants": len(codes), "run": run}
+        old = stored_rows().get(module, {})
+        better = old.get("source") != source or not done(old) or run == len(codes)
+        if run and better and {name: old.get(name) for name in known} != known:
+            alive = [name for name, code in codes.items() if survives(code)]
+            endless = sum(code in TIMEOUT for code in codes.values())
+            row = {**known, "endless": endless, "survivors": changed_lines(folder, module, alive)}
+            store(stored_rows() | {module: row})
+
+
+def done(row: Row) -> bool:
+    """Whether all mutants of a row were run."""
+    return bool(row["run"] == row["mutants"])
 
 
 def run_survivors(before: dict[str, Row]) -> None:
@@ -256,20 +271,21 @@ def percent(killed: int, total: int) -> str:
 
 def report(rows: dict[str, Row]) -> str:
     """The table and the list of survivors in Markdown."""
-    table = ["| module | mutants | killed | survived | of these equivalent | score |", "| --- " * 6 + "|"]
+    table = ["| module | mutants | run | killed | survived | of these equivalent | score |", "| --- " * 7 + "|"]
     lists = []
     for module in MODULES:
         if module not in rows:
-            table.append(f"| `{module}` | | | | | not run |")
+            table.append(f"| `{module}` | | | | | | not run |")
             continue
         row = rows[module]
-        survivors, total = row["survivors"], row["mutants"]
-        killed = total - len(survivors)
+        survivors, run = row["survivors"], row["run"]
+        killed = run - len(survivors)
         alike = sum(bool(reason(module, line)) for line in survivors.values())
         note = f" ({row['endless']} endless)" if row["endless"] else ""
         older = "" if row["source"] == source_hash(module) else "; of an older version of the module"
-        score = percent(killed, total) + older
-        table.append(f"| `{module}` | {total} | {killed}{note} | {len(survivors)} | {alike} | {score} |")
+        score = percent(killed, run) + ("" if done(row) else "; not finished") + older
+        counts = f"{row['mutants']} | {run} | {killed}{note} | {len(survivors)} | {alike}"
+        table.append(f"| `{module}` | {counts} | {score} |")
         if survivors:
             lists.append(f"\n### {module}\n")
         for mutant, line in survivors.items():
@@ -277,10 +293,10 @@ def report(rows: dict[str, Row]) -> str:
             why = f" (equivalent: {reason(module, line)})" if reason(module, line) else ""
             code = line.replace("`", "'")[:160]
             lists.append(f"- {name}: `{code}`{why}" if code else f"- {name}: a line was removed{why}")
-    total = sum(row["mutants"] for row in rows.values())
-    killed = total - sum(len(row["survivors"]) for row in rows.values())
-    if total:
-        table.append(f"| all | {total} | {killed} | {total - killed} | | {percent(killed, total)} |")
+    total, run = (sum(row[name] for row in rows.values()) for name in ("mutants", "run"))
+    alive = sum(len(row["survivors"]) for row in rows.values())
+    if run:
+        table.append(f"| all | {total} | {run} | {run - alive} | {alive} | | {percent(run - alive, run)} |")
     return "\n".join([*table, "", "## Survivors", *lists])
 
 
@@ -293,11 +309,13 @@ def with_report(text: str, rows: dict[str, Row]) -> str:
 
 def with_figure(text: str, rows: dict[str, Row]) -> str:
     """The page of all figures with the current line about mutants."""
-    total = sum(row["mutants"] for row in rows.values())
-    killed = total - sum(len(row["survivors"]) for row in rows.values())
-    lowest = min((1 - len(row["survivors"]) / row["mutants"] for row in rows.values()), default=0.0)
-    score = f"{percent(killed, total)} killed; at least {100 * lowest:.1f} % in each module" if total else "not run"
-    figure = f"{total:,} in {len(rows)} of {len(MODULES)} modules; {score} ([survivors](mutants.md))"
+    run = sum(row["run"] for row in rows.values())
+    killed = run - sum(len(row["survivors"]) for row in rows.values())
+    lowest = min((1 - len(row["survivors"]) / row["run"] for row in rows.values()), default=0.0)
+    score = f"{percent(killed, run)} killed, at least {100 * lowest:.1f} % in each" if run else "not run"
+    finished = sum(done(row) for row in rows.values())
+    modules = f"{len(rows)} of {len(MODULES)} modules, of which {finished} are finished"
+    figure = f"{run:,} in {modules}; {score} ([survivors](mutants.md))"
     line = f"| mutants | {figure} | `make mutants` |"
     return "\n".join(line if old.startswith("| mutants |") else old for old in text.split("\n"))
 
@@ -310,13 +328,18 @@ def write_pages() -> None:
 
 
 def stored_rows() -> dict[str, Row]:
-    """The finished modules."""
+    """What was run of each module."""
     rows: dict[str, Row] = json.loads(STORE.read_text()) if STORE.exists() else {}
     return rows
 
 
+def finished_rows() -> dict[str, Row]:
+    """The rows of modules that were run to the end as they are now."""
+    return {name: row for name, row in stored_rows().items() if done(row) and row["source"] == source_hash(name)}
+
+
 def store(rows: dict[str, Row]) -> None:
-    """Write the rows of finished modules."""
+    """Write the rows of all modules."""
     rows = {module: rows[module] for module in MODULES if module in rows}
     STORE.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
@@ -331,13 +354,13 @@ def main(arguments: list[str] | None = None) -> None:
         modules = [module for module in MODULES if folder_of(module) == folder]
         if options.words:
             modules = [module for module in modules if any(word in module for word in options.words)]
-        rows = {name: row for name, row in stored_rows().items() if row["source"] == source_hash(name)}
+        collect(WORK / folder)
+        rows = finished_rows()
         here = [module for module in modules if module not in rows or exit_codes(WORK / folder, module)]
         if any(module not in rows for module in modules):
             run_all(here)
-        rows = {name: row for name, row in stored_rows().items() if row["source"] == source_hash(name)}
-        changed = {name: row for name, row in rows.items() if name in modules and row["tests"] != tests_hash(name)}
-        if changed:
+        rows = {name: row for name, row in finished_rows().items() if name in modules}
+        if changed := {name: row for name, row in rows.items() if row["tests"] != tests_hash(name)}:
             run_survivors(changed)
     write_pages()
 

@@ -29,18 +29,18 @@ def test_every_module_and_every_test_file_exists():
 def row(survivors=(), mutants_of=200, **more):
     lines = {f"idml.training.checkpoint.x_{name}__mutmut_1": line for name, line in survivors}
     hashes = {"source": mutants.source_hash(MODULE), "tests": mutants.tests_hash(MODULE)}
-    return {**hashes, "mutants": mutants_of, "endless": 0, "survivors": lines, **more}
+    return {**hashes, "mutants": mutants_of, "run": mutants_of, "endless": 0, "survivors": lines, **more}
 
 
 def test_the_report_counts_and_lists_survivors(monkeypatch):
     monkeypatch.setitem(mutants.EQUIVALENT, MODULE, {"b = None": "b is never read"})
     text = mutants.report({MODULE: row([("_below", "a = 2"), ("lock_run", "b = None"), ("f", "")], endless=1)})
-    assert f"| `{MODULE}` | 200 | 197 (1 endless) | 3 | 1 | 98.5 % |" in text
-    assert "| `server/security.py` | | | | | not run |" in text
+    assert f"| `{MODULE}` | 200 | 200 | 197 (1 endless) | 3 | 1 | 98.5 % |" in text
+    assert "| `server/security.py` | | | | | | not run |" in text
     assert "- below 1: `a = 2`\n" in text
     assert "- lock_run 1: `b = None` (equivalent: b is never read)\n" in text
     assert text.endswith("- f 1: a line was removed")
-    assert "| all | 200 | 197 | 3 | | 98.5 % |" in text
+    assert "| all | 200 | 200 | 197 | 3 | | 98.5 % |" in text
     assert "98.5 %; of an older version of the module |" not in text
     assert "98.5 %; of an older version of the module |" in mutants.report(
         {MODULE: row([("a", "x")] * 3, source="another", mutants_of=66)}
@@ -78,8 +78,8 @@ def test_a_finished_module_is_not_run_again(made, monkeypatch):
     assert "50.0 %" in mutants.PAGE.read_text()
     assert mutants.FIGURES.read_text().splitlines() == [
         "| kills | 9 | `make faults` |",
-        "| mutants | 2 in 1 of 10 modules; 50.0 % killed; at least 50.0 % in each module ([survivors](mutants.md))"
-        " | `make mutants` |",
+        "| mutants | 2 in 1 of 10 modules, of which 1 are finished; 50.0 % killed, at least 50.0 % in each"
+        " ([survivors](mutants.md)) | `make mutants` |",
         "end",
     ]
     assert mutants.PAGE.read_text().startswith("head\n")
@@ -98,20 +98,28 @@ def test_a_finished_module_is_not_run_again(made, monkeypatch):
     assert made == [[], ["x__mutmut_2"], []]
 
 
-def test_an_interrupted_module_is_not_stored(made, monkeypatch):
+def test_an_interrupted_module_goes_on(made, monkeypatch):
     def interrupted(folder, names=()):
         meta = mutants.meta_file(folder, MODULE)
         meta.parent.mkdir(parents=True, exist_ok=True)
         meta.write_text(json.dumps({"exit_code_by_key": {"x__mutmut_1": 0, "x__mutmut_2": 1, "x__mutmut_3": None}}))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mutants, "run_mutants", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        mutants.main(["checkpoint"])
-    assert mutants.stored_rows() == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(mutants, "run_mutants", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mutants.main(["checkpoint"])
+    stored = mutants.stored_rows()[MODULE]
+    assert (stored["mutants"], stored["run"], list(stored["survivors"])) == (3, 2, ["x__mutmut_1"])
+    assert "| 3 | 2 | 1 | 1 | 0 | 50.0 %; not finished |" in mutants.report(mutants.stored_rows())
     folder = mutants.WORK / "training"
     mutants.forget_survivors(folder, [MODULE])
     assert mutants.exit_codes(folder, MODULE)["x__mutmut_1"] == 0  # the tests are the same
+    tests_hash = mutants.tests_hash
     monkeypatch.setattr(mutants, "tests_hash", lambda module: "more tests")
     mutants.forget_survivors(folder, [MODULE])
     assert mutants.exit_codes(folder, MODULE) == {"x__mutmut_1": None, "x__mutmut_2": 1, "x__mutmut_3": None}
+    monkeypatch.setattr(mutants, "tests_hash", tests_hash)
+    mutants.main(["checkpoint"])
+    assert mutants.done(mutants.stored_rows()[MODULE])
+    assert made == [[]]

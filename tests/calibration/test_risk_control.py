@@ -264,6 +264,32 @@ def test_the_pilot_chooses_the_lowest_of_the_surest_thresholds():
     assert not ThresholdCounts(*table, counted, useless).find_guarantee(0.05, 0.9).possible
 
 
+def test_tests_start_where_they_should():
+    counts = ThresholdCounts((0.9, 0.0), (60, 1000), (30, 31), 1000, (1,))
+    assert counts.find_guarantee(0.05, 0.9).threshold == 0.0
+    assert not ThresholdCounts((0.9, 0.0), (60, 1000), (30, 31), 1000, (0,)).find_guarantee(0.05, 0.9).possible
+
+
+def test_a_threshold_of_a_smaller_rate_is_used_too():
+    """At 10 % the pilot starts where the sample fails; at 5 % it starts where it passes."""
+    pilot = moments_of(0, (0.1, 1.0), (0.0, 0.045), (100.0, 1000.0))
+    counted = moments_of(0, (0.1, 1.0), (0.0, 0.1), (100.0, 1000.0))
+    counts = ThresholdCounts((0.9, 0.0), (100, 1000), (0, 100), 1000, (0,), counted, pilot)
+    assert counts._choose_starts(0.05) == (0,)
+    assert counts._choose_starts(0.1) == (1,)
+    assert counts.find_guarantee(0.1, 0.9).threshold == 0.9
+
+
+def test_reasons_with_clusters():
+    table = (0.9, 0.0), (60, 100), (30, 60), 100, (0,)
+    for clusters in (0, 10):
+        bad = ThresholdCounts(*table, moments_of(clusters, wrong=(0.3, 0.6))).find_guarantee(0.05, 0.9)
+        assert "there were too many in the calibration" in bad.reason
+    exact = ThresholdCounts((0.0,), (45,), (1,), 45, (0,)).find_guarantee(0.05, 0.9)
+    assert exact.needed == exact.total == 45
+    assert "there were too many in the calibration" in exact.reason
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
