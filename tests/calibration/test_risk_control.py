@@ -262,6 +262,7 @@ def test_the_pilot_chooses_the_lowest_of_the_surest_thresholds():
     assert not ThresholdCounts(*table, counted).find_guarantee(0.05, 0.9).possible  # it starts at 0.9
     useless = moments_of(5, (0.2, 0.4, 0.6), (0.0, 0.0, 0.3), (200.0, 200.0, 600.0))  # all of its p-values are 1
     assert not ThresholdCounts(*table, counted, useless).find_guarantee(0.05, 0.9).possible
+    assert ThresholdCounts(*table, counted, useless)._choose_starts(0.05) == (0,)
 
 
 def test_tests_start_where_they_should():

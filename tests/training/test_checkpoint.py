@@ -239,8 +239,15 @@ def test_one_run_a_directory(tmp_path):
     lock_run(run).close()  # a killed process holds nothing
     with lock_run(run):
         assert (run / ".lock").exists()
-        with pytest.raises(ValueError, match=r"^another run is writing into '.*/deep/run'$"):
-            lock_run(run)
+
+
+def test_a_run_that_is_locked_in_this_process(tmp_path):
+    run = tmp_path / "deep" / "run"
+    for _ in range(2):  # the folder is there the second time
+        with lock_run(run):
+            assert [file.name for file in run.iterdir()] == [".lock"]
+            with pytest.raises(ValueError, match=r"^another run is writing into '.*/deep/run'$"):
+                lock_run(run)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
