@@ -69,7 +69,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {  # a piece of the changed line, and wh
     "calibration/evidence.py": {
         "search.top(2)": "only the first of the two distances is read",
         "default=-2.0": "every number below 0 refuses an empty profile",
-        ".to(None)": "without a device a tensor stays where it is, and all tests run on the CPU",
     },
     "calibration/risk_control.py": {
         "if ratio >= 1 else 'smaller'": "at a ratio of 1 the text is not used",
