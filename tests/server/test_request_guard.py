@@ -52,7 +52,9 @@ async def answer(scope, receive, send):
 class Asked:
     """One request to a guarded application, and everything that was sent back."""
 
-    def __init__(self, app=answer, *, messages=(), send=None, guard=None, client=("10.0.0.1", 5), **options):
+    def __init__(
+        self, app=answer, *, messages=(), silent=False, send=None, guard=None, client=("10.0.0.1", 5), **options
+    ):
         settings = {name: options.pop(name) for name in ("keys", "limits", "hosts") if name in options}
         self.metrics = Count()
         given = {"keys": Keys(), "limits": Limits(), "hosts": None, **settings}
@@ -69,6 +71,7 @@ class Asked:
 
         async def receive():
             if not messages:
+                assert silent, "nothing more is sent"
                 await asyncio.sleep(3600)
             return messages.pop(0)
 
@@ -279,7 +282,8 @@ def test_all_bodies_together_are_limited():
 
 def test_a_body_that_does_not_arrive():
     limits = Limits(body_seconds=0.05)
-    asked = Asked(method="POST", limits=limits, messages=[{"type": "http.request", "body": b"x", "more_body": True}])
+    half = {"type": "http.request", "body": b"x", "more_body": True}
+    asked = Asked(method="POST", limits=limits, messages=[half], silent=True)
     assert (asked.status, asked.error) == (408, "the body did not arrive within 0.05 seconds")
     assert asked.guard.body_bytes == 0
 
@@ -297,7 +301,7 @@ def test_after_the_body_there_is_no_hurry():
         await answer(scope, lambda: asyncio.sleep(0, {}), send)
 
     plain = {"type": "http.request"}  # neither a body nor a word about more
-    assert Asked(app, limits=Limits(body_seconds=0.05), messages=[plain]).status == 200
+    assert Asked(app, limits=Limits(body_seconds=0.05), messages=[plain], silent=True).status == 200
 
 
 def test_errors_of_the_application(caplog):
