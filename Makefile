@@ -39,7 +39,6 @@ chaos: setup
 	$(BIN)/python tests/chaos.py --engine milvus --seconds 900
 
 mutants: setup
-	$(BIN)/mutmut run
 	$(BIN)/python tests/mutants.py
 
 repeat: setup

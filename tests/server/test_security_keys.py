@@ -54,13 +54,26 @@ def test_both_keys_are_always_compared_in_constant_time(monkeypatch):
 @pytest.mark.parametrize("bad", ["", " ", "a b", "key\n", "schlüssel", "a\tb"])
 @pytest.mark.parametrize("name", ["IDML_API_KEY", "IDML_READ_KEY"])
 def test_a_key_that_cannot_be_sent_is_refused(name, bad):
-    with pytest.raises(ValueError, match=name):
+    words = f"^{name} must be ASCII letters, digits and signs without spaces, or unset$"
+    with pytest.raises(ValueError, match=words):
         Keys.from_environment({name: bad})
+    assert Keys.from_environment({}).open
+    both = Keys.from_environment({"IDML_API_KEY": FULL, "IDML_READ_KEY": READ})
+    assert [both.role({"x-api-key": key}) for key in (FULL, READ)] == [Role.WRITER, Role.READER]
+    assert Keys("!~").can_write  # the first and the last sign
 
 
 def test_equal_keys_are_refused():
-    with pytest.raises(ValueError, match="the same"):
+    words = "^IDML_API_KEY and IDML_READ_KEY are the same: the read key could write; choose another$"
+    with pytest.raises(ValueError, match=words):
         Keys("one", "one")
+
+
+def test_a_guess_that_is_no_text_is_no_key():
+    """A header may hold any bytes."""
+    for keys in (Keys(FULL), Keys(None, READ)):
+        assert keys.role({"x-api-key": "\udcff"}) == Role.NOBODY
+        assert keys.role({"authorization": "Bearer \xff"}) == Role.NOBODY
 
 
 def test_keys_are_not_in_the_repr():

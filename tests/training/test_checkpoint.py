@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from idml.model import build_model
-from idml.training.checkpoint import Position, load_checkpoint, lock_run, save_checkpoint
+from idml.training.checkpoint import (
+    Position,
+    check_free,
+    check_resumable,
+    load_checkpoint,
+    lock_run,
+    save_checkpoint,
+)
 from idml.training.config import from_dict
 
 POSITION = Position(step=7, epoch=2, epoch_start=6, best_step=5, best_score=0.25)
@@ -75,6 +82,36 @@ def test_everything_comes_back(saved, config):
     load_checkpoint(path, *fresh, config, "the data", "pixels")
     assert same(state(*parts), state(*fresh))
     assert fresh[2].param_groups[0]["lr"] == 1e-2
+    assert len(fresh[2].param_groups) == len(parts[2].param_groups)
+
+
+def test_only_the_learning_rate_of_this_run_counts(saved, config):
+    """The schedule sets it, not the checkpoint."""
+    path, _ = saved
+    model, method, optimizer = trained(2)
+    optimizer.param_groups[0]["lr"] = 0.125
+    load_checkpoint(path, model, method, optimizer, config, "the data", "pixels")
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_the_note_of_a_checkpoint(saved, config):
+    path, (model, _, _) = saved
+    with safe_open(path, framework="pt") as file:
+        assert set(file.metadata()) == {"idml"}
+        note = json.loads(file.metadata()["idml"])
+    assert note["progress"] == asdict(POSITION)
+    assert from_dict(note["config"]) == config
+    assert (note["dataset"], note["pixels"]) == ("the data", "pixels")
+    assert note["weights_sha256"] == model.config.weights_sha256
+
+
+def test_tensors_that_are_not_contiguous_are_saved(tmp_path, config):
+    model, _, _ = trained(0)
+    method = nn.Linear(4, 3)
+    method.weight = nn.Parameter(torch.arange(12.0).reshape(4, 3).T)
+    optimizer = torch.optim.SGD(method.parameters(), lr=0.1, momentum=0.9)
+    save_checkpoint(tmp_path / "c.safetensors", model, method, optimizer, POSITION, config, "d", "p")
+    assert torch.equal(load_file(tmp_path / "c.safetensors")["method.weight"], method.weight.detach())
 
 
 def test_saving_again_replaces_the_checkpoint(saved, config):
@@ -172,6 +209,7 @@ def test_what_is_no_checkpoint_is_refused(saved, config, damage):
     assert said.startswith(f"{path} is not a sound checkpoint (")
     assert said.endswith(")")
     assert "None" not in said.partition("(")[2] or damage == "no position"
+    assert said.partition("(")[2] not in (")", "")
 
 
 def test_older_notes_are_read(saved, config):
@@ -203,7 +241,35 @@ def test_one_run_a_directory(tmp_path):
         assert (run / ".lock").exists()
 
 
+def test_a_run_that_is_locked_in_this_process(tmp_path):
+    run = tmp_path / "deep" / "run"
+    for _ in range(2):  # the folder is there the second time
+        with lock_run(run):
+            assert [file.name for file in run.iterdir()] == [".lock"]
+            with pytest.raises(ValueError, match=r"^another run is writing into '.*/deep/run'$"):
+                lock_run(run)
+
+
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"^cannot write into the run directory '.*/file/run' \(Not a directory\)$"):
         lock_run(tmp_path / "file" / "run")
+
+
+def test_what_can_be_resumed_and_what_would_be_overwritten(tmp_path):
+    run, notes = tmp_path / "run", []
+    with pytest.raises(ValueError, match=r"^there is no run '.*/run' to continue; leave out --resume to start one$"):
+        check_resumable(run, notes.append)
+    check_free(run, resume=False)
+    (run / "checkpoints").mkdir(parents=True)
+    check_free(run, resume=False)
+    check_resumable(run, notes.append)
+    assert notes == [f"{run} has no checkpoint: the run starts at its beginning"]
+    check_resumable(run)
+    (run / "checkpoints" / "last.safetensors").touch()
+    check_resumable(run, notes.append)
+    assert len(notes) == 1
+    check_free(run, resume=True)
+    words = r"^'.*/run' already holds a run; continue it with --resume or choose another directory$"
+    with pytest.raises(ValueError, match=words):
+        check_free(run, resume=False)
