@@ -166,12 +166,12 @@ def test_an_image_is_decoded_once_and_never_in_the_service(client, monkeypatch):
 def test_health_tells_of_a_stuck_service(gallery, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     real = gallery.search
-    monkeypatch.setattr(gallery, "search", lambda *args: begun.set() or (go_on.wait() and real(*args)))
+    monkeypatch.setattr(gallery, "search", lambda *args, **more: begun.set() or (go_on.wait() and real(*args, **more)))
     with client_of(gallery, limits=Limits(stuck_seconds=1000)) as client:
         assert client.get("/api/health").status_code == 200
         thread = threading.Thread(target=search, args=(client, picture(1)))
         thread.start()
-        begun.wait()
+        assert begun.wait(300)
         monkeypatch.setattr(service, "monotonic", lambda: time.monotonic() + 1001)
         response = client.get("/api/health")
         go_on.set()

@@ -34,7 +34,11 @@ if hang:  # every decoder process
     decoder_process.COMMAND = (sys.executable, "-c", "import time; time.sleep(1000)")
 if slow:
     real = Gallery.search
-    Gallery.search = lambda *args: print("searching", file=sys.stderr, flush=True) or time.sleep(slow) or real(*args)
+    def search(*args, **options):
+        print("searching", file=sys.stderr, flush=True)
+        time.sleep(slow)
+        return real(*args, **options)
+    Gallery.search = search
 serve(place, port=0, limits=Limits(**limits))
 """
 SHORT = {
