@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from milvus_server import missing
 from numbered_changes import PROPERTIES, D, batch, state
+from PIL import Image
 
+import idml
 from idml.embeddings import Embeddings
 from idml.metric import IntrospectiveMetric
+from idml.model import build_model, save_model
 from idml.search.engines import DamagedGallery, Properties, milvus_schema, sqlite_storage
 from idml.search.engines import milvus as milvus_module
 from idml.search.engines.milvus import MilvusEngine
@@ -441,12 +444,22 @@ def test_acknowledged_changes_survive_a_kill(milvus, collections):
     assert engine.add(*batch((21, 0), (22, 0))) == (1, 0, 1)
 
 
-def test_examples_of_the_docs_run(milvus, monkeypatch):
-    examples = re.findall(r"^```python no-run\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
-    assert examples
-    for code in examples:
+def test_examples_of_the_docs_run(milvus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_model(build_model("conv4", pretrained=False, image_size=28, embedding_dim=512), Path("runs/birds"))
+    Path("photos/robin").mkdir(parents=True)
+    for name in ("photos/robin/one.jpg", "query.jpg"):
+        Image.new("RGB", (40, 40), "red").save(name)
+    searching, creating = re.findall(r"^```python no-run\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+
+    def run(code):
         here = re.sub(r"milvuss?://[\w.]+(:\d+)?/(\w+)", lambda match: milvus.place(match[2]), code)
         exec(compile(here, "example", "exec"), {})
+
+    run(creating)
+    idml.index("photos", to=milvus.place("birds"), model="runs/birds")
+    run(searching)
+    assert "one.jpg" in capsys.readouterr().out
 
 
 def test_properties_are_kept_as_json(milvus, collections):
