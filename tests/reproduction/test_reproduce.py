@@ -142,7 +142,7 @@ def test_table1_by_command_twice_and_its_page(patterns, small, tmp_path, monkeyp
     counted = re.findall(r"(\d+) ([a-z ]+)", theirs.splitlines()[0])
     judged = Counter(line.split(" | ")[1].partition(":")[0] for line in theirs.splitlines()[4:] if " | " in line)
     assert judged == {word: int(count) for count, word in counted} != {}
-    assert "Being run: table1 (cub, frozen)" in text
+    assert "Not run yet: table1 (cub, frozen)" in text
     assert "Smallest difference" in text
     assert "Table 5" in text  # its rows are shared with Table 1
     assert "idml reproduce table1 --data folder:PATH" in text

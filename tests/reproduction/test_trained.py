@@ -164,14 +164,14 @@ def network(method, share, epochs, **more):
 def test_the_observation_comes_first_and_is_called_one(tmp_path):
     rows = [network("plain", 0.6, 12), network("idml", 0.7, 6, weight=0.9)]
     empty = stored_results(tmp_path)
-    assert main_claim_table(empty)[1][0][3] == "being run"
-    assert {line[3] for line in main_claim_table(empty)[1]} == {"being run"}
+    assert main_claim_table(empty)[1][0][3] == "not run yet"
+    assert {line[3] for line in main_claim_table(empty)[1]} == {"not run yet"}
     assert "not decided yet" in conclusion(empty)
     results = dataclasses.replace(empty, resnet50=rows)
     text = results_markdown(results, tmp_path)
     first = text[text.index("## ") :].split("\n## ")[0]
     assert "one seed (an observation)" in first
-    assert "1 of its three runs are being run" in first
+    assert "1 of its three runs are not run yet" in first
     (line,) = [line for line in first.splitlines() if line.startswith("| idml")]
     assert line.split(" | ")[6] == "70.7"
     assert "+10.0 [" in line

@@ -143,7 +143,7 @@ def describe_comparison(places: Sequence[tuple[str, Table, TableRuns]]) -> str:
     judged = [(name, _judge(made, found), found) for name, made, found in places]
     judged = [each for each in judged if any(each[1].values())]
     if not judged:
-        return "No system has been compared with ProxyAnchor yet: the runs are being made."
+        return "No system has been compared with ProxyAnchor yet: the runs are not made yet."
     texts = [_describe_place(name, kinds, found) for name, kinds, found in judged]
     texts.append(_describe_all([kinds for _, kinds, _ in judged]))
     texts.append(

@@ -47,7 +47,7 @@ def expectation_table(out: Path) -> str:
                 ]
             )
     if not rows:
-        return "These figures are being measured (`idml reproduce promises`)."
+        return "These figures are not measured yet (`idml reproduce promises`)."
     header = ["collection", "images / classes", "model", "right first results", "answered *match* at 5 %",
               "of these wrong", "unknown recognised", "known wrongly rejected"]  # fmt: skip
     return markdown_table(header, rows)
@@ -67,7 +67,7 @@ def claim_table(header: list[str], rows: list[list[str]]) -> str:
     parts = [markdown_table(header, decided)] if decided else []
     if waiting:
         lines = [f"- {where}: {', '.join(claims)}" for where, claims in waiting.items()]
-        parts.append("\n".join([f"Not decided yet, {RUNNING}:", "", *lines]))
+        parts.append("\n".join([f"Not decided, because {RUNNING}:", "", *lines]))
     return "\n\n".join(parts)
 
 

@@ -32,7 +32,7 @@ HEADER = [
     "paper's R@1 gain", "weight", "spread of ‖u‖", "AUROC mixed", "R-AUROC", "AUROC wrong labels", "held-out",
     "images seen", "lr", "seeds", "s", "remark",
 ]  # fmt: skip
-RUNNING = "being run"
+RUNNING = "not run yet"
 """The word for a table, study or claim whose runs are not all stored."""
 _FIGURES = {"R@1": "recall@1", "RP": "r_precision", "MAP@R": "map@r"}
 

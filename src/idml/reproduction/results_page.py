@@ -160,7 +160,7 @@ class Results:
 
     def running_line(self) -> str:
         """Say which tables are not shown."""
-        return f"Being run: {', '.join(self.running)}." if self.running else "Nothing is missing."
+        return f"Not run yet: {', '.join(self.running)}." if self.running else "Nothing is missing."
 
 
 def stored_regimes(out: Path) -> list[tuple[str, Regime]]:
@@ -304,7 +304,7 @@ def conclusion(results: Results) -> str:
     own = resnet50_verdict(results.resnet50)
     if finetune is None or own is None:
         return (
-            "Whether IDML gains with everything trained is not decided yet: its runs are being made. Until then "
+            "Whether IDML gains with everything trained is not decided yet: its runs are not made yet. Until then "
             "nothing here speaks for or against the paper at its own scale."
         )
     gains = []
