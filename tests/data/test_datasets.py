@@ -322,6 +322,16 @@ def test_links_to_folders_are_not_followed_and_links_to_files_are(tmp_path):
     assert "folder: 3 links to folders not followed" in data.notes
 
 
+def test_a_folder_of_links_to_folders_is_refused_and_says_why(tmp_path):
+    write(tmp_path / "elsewhere", "cat/1.png", "dog/1.png")
+    root = tmp_path / "links"
+    root.mkdir()
+    for name in ("cat", "dog"):
+        (root / name).symlink_to(tmp_path / "elsewhere" / name)
+    with pytest.raises(ValueError, match="no image in a sub-folder.*; 2 links to folders not followed$"):
+        load_dataset(f"folder:{root}")
+
+
 def test_empty_folders_are_refused(tmp_path):
     refused(f"folder:{tmp_path}", "no image in a sub-folder", ".jpg")
     write(tmp_path, "loose.png", "cat/notes.txt")

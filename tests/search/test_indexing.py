@@ -186,7 +186,7 @@ def test_links(gallery, photos, tmp_path):
     lines = []
     assert astuple(index_folder(gallery, photos, note=lines.append)) == (10, 0, 0, 0, 0, 0)
     assert lines == [
-        "skipped 3 links to folders",
+        "3 links to folders not followed",
         "1 images are links to files outside the folder: only their thumbnails are shown",
     ]
     files = {item.path: gallery.image_file(item.id) for item in gallery.items()}
@@ -281,8 +281,12 @@ def test_a_reader_cannot_index(gallery, photos, tmp_path):
     assert not (tmp_path / "g" / "roots.json").exists()
 
 
-def test_an_empty_folder(gallery, tmp_path):
+def test_an_empty_folder(gallery, photos, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "cats").symlink_to(photos / "cats")
+    with pytest.raises(ValueError, match="links' contains no image .*; 1 link to folders not followed$"):
+        index_folder(gallery, tmp_path / "links")
     with pytest.raises(ValueError, match="empty' contains no image"):
         index_folder(gallery, tmp_path / "empty")
     assert len(gallery) == 0

@@ -136,7 +136,8 @@ def folder(path: Path) -> Listing:
     inside = sorted((name for name in images if "/" in name), key=natural)
     classes = sorted({name.split("/", 1)[0] for name in inside}, key=natural)
     if not classes:
-        raise ValueError(f"there is no image in a sub-folder of {str(path)!r} ({' '.join(EXTENSIONS)})")
+        skipped = f"; {format_count(links, 'link')} to folders not followed" if links else ""
+        raise ValueError(f"there is no image in a sub-folder of {str(path)!r} ({' '.join(EXTENSIONS)}){skipped}")
     labels = {name: label for label, name in enumerate(classes)}
     notes = []
     if others:

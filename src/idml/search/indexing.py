@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from idml.data.layouts import EXTENSIONS, describe_others
+from idml.data.layouts import EXTENSIONS, describe_others, format_count
 from idml.embeddings import Embeddings
 from idml.parallel import run_in_threads, run_on_cores
 from idml.progress import Count, Note, silent
@@ -71,7 +71,7 @@ def index_folder(
     root = _find_root(folder)
     listing = list_images(root, None if gallery.roots is None else gallery.roots.folder)
     if not listing.names and gallery.roots is not None and root not in gallery.roots.read().values():
-        raise ValueError(_no_image(folder))  # before the folder is registered
+        raise ValueError(_no_image(folder, listing))  # before the folder is registered
     prefix = f"{_root_name(gallery, root)}/"
     before = {item.path: item for item in gallery.items() if item.path.startswith(prefix)}
     if before and not listing.names:
@@ -80,7 +80,7 @@ def index_folder(
             "changed (to remove them, use idml gallery remove)"
         )
     if not listing.names:
-        raise ValueError(_no_image(folder))
+        raise ValueError(_no_image(folder, listing))
     threads = min(_MAX_THREADS, torch.get_num_threads())
     embedder = share_cores(gallery.embedder, threads)
     indexer = _Indexer(gallery, embedder, threads, root, prefix, before, progress, note)
@@ -101,8 +101,9 @@ def index_folder(
 
 def check_folder(folder: Path) -> None:
     """Raise an error of one line unless there is an image in the folder or below it."""
-    if not list_images(_find_root(folder), None).names:
-        raise ValueError(_no_image(folder))
+    listing = list_images(_find_root(folder), None)
+    if not listing.names:
+        raise ValueError(_no_image(folder, listing))
 
 
 def _find_root(folder: Path) -> str:
@@ -117,8 +118,9 @@ def _find_root(folder: Path) -> str:
     return root
 
 
-def _no_image(folder: Path) -> str:
-    return f"the folder {str(folder)!r} contains no image ({', '.join(EXTENSIONS)}): nothing was changed"
+def _no_image(folder: Path, listing: "Listing") -> str:
+    skipped = f"; {format_count(listing.links, 'link')} to folders not followed" if listing.links else ""
+    return f"the folder {str(folder)!r} contains no image ({', '.join(EXTENSIONS)}): nothing was changed{skipped}"
 
 
 @dataclass
@@ -129,6 +131,8 @@ class Listing:
     unreadable: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    links: int = 0
+    """How many links to folders were not followed."""
 
 
 def list_images(root: str, gallery_folder: Path | None) -> Listing:
@@ -136,7 +140,7 @@ def list_images(root: str, gallery_folder: Path | None) -> Listing:
     own = None if gallery_folder is None else os.path.realpath(gallery_folder)
     if own is not None and f"{root}/".startswith(f"{own}/"):
         raise ValueError(f"the folder {root!r} belongs to the gallery itself")
-    listing, open_folders, links, outside = Listing(), [""], 0, 0
+    listing, open_folders, outside = Listing(), [""], 0
     while open_folders:
         prefix = open_folders.pop()
         try:
@@ -153,7 +157,7 @@ def list_images(root: str, gallery_folder: Path | None) -> Listing:
                 if entry.path != own:
                     open_folders.append(f"{prefix}{entry.name}/")
             elif os.path.isdir(entry):
-                links += 1
+                listing.links += 1
             elif not os.path.isfile(entry):
                 continue
             elif not entry.name.lower().endswith(EXTENSIONS):
@@ -164,8 +168,8 @@ def list_images(root: str, gallery_folder: Path | None) -> Listing:
     listing.names.sort()
     if listing.others:
         listing.notes.append(describe_others(sorted(listing.others)))
-    if links:
-        listing.notes.append(f"skipped {links} links to folders")
+    if listing.links:
+        listing.notes.append(f"{format_count(listing.links, 'link')} to folders not followed")
     if outside:
         listing.notes.append(f"{outside} images are links to files outside the folder: only their thumbnails are shown")
     return listing
