@@ -43,8 +43,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def prose(text: str) -> str:
-    """Build a paragraph; `code` and *emphasis* are marked as in Markdown."""
+    """Build a paragraph; `code`, *emphasis* and **strong words** are marked as in Markdown."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    marked = re.sub(r"[*]{2}([^*`<>]+)[*]{2}", r"<strong>\1</strong>", marked)
     marked = re.sub(r"[*]([^*`<>]+)[*]", r"<em>\1</em>", marked)
     return f"<p>{marked}</p>"
 

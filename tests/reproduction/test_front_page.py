@@ -12,10 +12,12 @@ CELL = {
         "0.05": {"coverage": 60.0, "fresh_answered": 50.0, "fresh_wrong": 2.0, "recognised": 20.0, "rejected": 8.0},
     },
 }  # fmt: skip
-HEADER = ["the paper says", "its gain in R@1", "ours", "verdict", "where"]
+HEADER = ["the paper says", "gain in the paper", "gain here", "verdict", "where"]
 CLAIMS = [
-    ["IDML improves ProxyAnchor", "+1.7", "+0.1", "not confirmed", "cub"],
-    ["τ = 5 is best", "", "", "not run yet", "cub"],
+    ["IDML improves ProxyAnchor", "+1.7", "+0.1", "not confirmed", "birds"],
+    ["IDML improves ProxyAnchor", "+3.2", "+1.0", "confirmed", "cars"],
+    ["Mixup improves ProxyAnchor", "+0.8", "+0.4", "not confirmed", "birds"],
+    ["τ = 5 is best", "", "", "not run yet", "birds"],
 ]
 
 
@@ -37,11 +39,14 @@ def test_without_rows_the_table_says_so(tmp_path):
     assert "not measured yet" in expectation_table(tmp_path)
 
 
-def test_claims_that_are_not_decided_stand_below_the_table():
+def test_claims_stand_in_a_table_for_each_place_and_those_that_are_not_decided_below():
     text = claim_table(HEADER, CLAIMS)
-    assert "| IDML improves ProxyAnchor | +1.7 | +0.1 | not confirmed | cub |" in text
-    assert text.endswith("Not decided, because not run yet:\n\n- cub: τ = 5 is best")
-    assert claim_table(HEADER, CLAIMS[1:]).startswith("Not decided, because not run yet")
+    birds, cars = text.partition("Not decided")[0].split("Measured on cars:\n\n")
+    assert birds.startswith("Measured on birds:\n\n| the paper says | gain in the paper | gain here | verdict |\n")
+    assert birds.count("| not confirmed |") == 2
+    assert "| IDML improves ProxyAnchor | +3.2 | +1.0 | confirmed |" in cars
+    assert text.endswith("Not decided, because not run yet:\n\n- birds: τ = 5 is best")
+    assert claim_table(HEADER, CLAIMS[3:]).startswith("Not decided, because not run yet")
 
 
 def test_the_page_is_written_between_its_marks(tmp_path):
@@ -49,20 +54,21 @@ def test_the_page_is_written_between_its_marks(tmp_path):
     page.write_text(
         "a\n<!-- expectations -->old<!-- end of expectations -->\n<!-- claims -->old<!-- end of claims -->\nz\n"
     )
-    write_front_page(page, (HEADER, CLAIMS), tmp_path)
+    write_front_page(page, "new", tmp_path)
     text = page.read_text()
     assert text.startswith("a\n")
     assert text.endswith("\nz\n")
     assert "old" not in text
-    write_front_page(page, (HEADER, CLAIMS), tmp_path)
+    assert "<!-- claims -->\nnew\n<!-- end of claims -->" in text
+    write_front_page(page, "new", tmp_path)
     assert page.read_text() == text
 
 
 def test_the_readme_of_another_project_is_left_alone(tmp_path):
     page = tmp_path / "README.md"
     page.write_text("mine")
-    write_front_page(page, (HEADER, CLAIMS), tmp_path)
-    write_front_page(tmp_path / "absent.md", (HEADER, CLAIMS), tmp_path)
+    write_front_page(page, "new", tmp_path)
+    write_front_page(tmp_path / "absent.md", "new", tmp_path)
     assert page.read_text() == "mine"
     with pytest.raises(ValueError, match="lacks the marks"):
         replace_between_marks("mine", "claims", "")

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from idml.reproduction.front_page import PROMISES, claim_table, expectation_table, replace_between_marks
+from idml.reproduction.front_page import PROMISES, expectation_table, replace_between_marks
 from idml.reproduction.promise_study import MARK, Cells
 from idml.reproduction.promise_tables import render_promises
 from idml.reproduction.regimes import regime_for
 from idml.reproduction.render import markdown_table
-from idml.reproduction.results_page import main_claim_table, results_markdown, stored_results
+from idml.reproduction.results_page import describe_claims, results_markdown, stored_results
 from idml.reproduction.runner import Store
 from idml.reproduction.stored_results import StoredRows
 from idml.reproduction.studies import METHODS, STUDIES
@@ -121,6 +121,6 @@ def test_the_tables_of_the_readme_are_those_of_the_stored_rows():
     results = stored_results(RESULTS)
     for name, table in (
         ("expectations", expectation_table(RESULTS)),
-        ("claims", claim_table(*main_claim_table(results))),
+        ("claims", describe_claims(results)),
     ):
         assert replace_between_marks(text, name, table) == text, "run `idml reproduce results`"

@@ -181,6 +181,11 @@ def test_the_observation_comes_first_and_is_called_one(tmp_path):
         "+10.0 [+10.0, +10.0] over plain with as many images",
         "observation: one seed",
     ]
+    words = conclusion(results)
+    assert words.startswith(
+        "With all of ResNet-50 trained and one seed, IDML's gain is +10.0 [+10.0, +10.0] over plain"
+    )
+    assert "not decided yet" in words  # one seed decides nothing
     assert ["ResNet-50", "224", "everything", "ProxyAnchor", "idml", "0.60 [0.50, 0.70] (one seed)"] in u_table(
         results
     )[1]
@@ -201,11 +206,30 @@ def test_what_follows_from_everything_trained(tmp_path):
         rows = [network("plain", 0.6, 12), network("idml", 0.6, 6)]
         return dataclasses.replace(stored_results(tmp_path), sections=[section], verdicts=verdicts, resnet50=rows)
 
-    assert "IDML's gain was not found at the paper's own scale" in conclusion(results(0.4, 0.9))
+    assert "IDML's gain was not found**" in conclusion(results(0.4, 0.9))
     above = results(0.7, 0.9)
     assert "ProxyAnchor, idml, weighted: +20.0 [+20.0, +20.0];" in conclusion(above)
     assert "not introspective" in conclusion(results(0.7, 0.99))
     lines = main_claim_table(above)[1]
-    assert lines[1][:4] == ["IDML improves ProxyAnchor", "+1.7", "+20.0 [+20.0, +20.0] over plain", "confirmed"]
+    assert lines[1][:4] == ["IDML improves ProxyAnchor", "+1.7", "+20.0 [+20.0, +20.0]", "confirmed"]
     trained = [line for line in u_table(above)[1] if line[2] == "everything" and line[0] == "lite0"]
     assert [line[3] for line in trained] == ["ProxyAnchor", "ProxyAnchor", "Multi-Sim", "Multi-Sim"]
+
+
+def test_a_line_that_sums_up_several_claims_gives_a_range_and_counts(tmp_path):
+    regime = regimes.regime_for("cub")
+    built = TABLES["levels"](regimes.Arms("cub", regime))
+    progress = {}
+    for i, arm in enumerate(built.arms):
+        runs = {} if i == len(built.arms) - 1 else {s: {"auroc_mixed": 0.6 + 0.05 * i + 0.01 * s} for s in (0, 1, 2)}
+        progress[arm.key] = ArmProgress(arm, 1e-3, runs, ())
+    section = Section("levels", built, TableRuns("cub", progress, None), regime)
+    verdicts = [(section, claim, claim.decide(section.found)) for claim in built.claims]
+    results = dataclasses.replace(stored_results(tmp_path), sections=[section], verdicts=verdicts)
+    (line,) = [line for line in main_claim_table(results)[1] if line[0].startswith("mixed images")]
+    assert line[1:] == [
+        "",
+        "AUROC 0.66 to 0.76 (chance: 0.50)",
+        "confirmed: 2 of 3; not run yet: 1 of 3",
+        "CUB-200-2011 (birds), EfficientNet-Lite0 at 224 pixels, only the heads trained for 12 epochs",
+    ]

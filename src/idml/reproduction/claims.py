@@ -174,10 +174,11 @@ def detectable_difference(gains: Iterable[Estimate]) -> tuple[float, float, floa
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim, and its reason."""
+    """The verdict on a claim, its reason, and the figure that decided it (None while runs are missing)."""
 
     word: str
     reason: str
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -250,16 +251,17 @@ class Gain:
         runs, (name, over, change), paper = found.runs(self.arm), known, self.paper(found)
         reason = f"{change.text(sign=True)} over {name}" + ("" if paper is None else f", in the paper {paper:+.1f}")
         if len(runs.keys() & over.keys()) < 2:
-            return Verdict(CANNOT_TELL, f"{reason}; one seed")
+            return Verdict(CANNOT_TELL, f"{reason}; one seed", change.mean)
         worth = _WORTH if paper is None or paper <= 0 else paper / 2
         if not self.wanted:
             word = CONFIRMED if change.high < worth else NOT_CONFIRMED if change.low > 0 else CANNOT_TELL
-            return Verdict(word, reason)
+            return Verdict(word, reason, change.mean)
         weight = mean_weight(runs)
         if change.low > 0 and weight is not None and weight > SAME_AS_PLAIN and mean_weight(over) is None:
-            return Verdict(NOT_CONFIRMED, f"{reason}; but a mean weight of {weight:.3f} is {NOT_INTROSPECTIVE}")
+            reason += f"; but a mean weight of {weight:.3f} is {NOT_INTROSPECTIVE}"
+            return Verdict(NOT_CONFIRMED, reason, change.mean)
         word = CONFIRMED if change.low > 0 else NOT_CONFIRMED if change.high < worth else CANNOT_TELL
-        return Verdict(word, reason)
+        return Verdict(word, reason, change.mean)
 
     def paper(self, found: TableRuns) -> float | None:
         """Return the paper's gain, or None if the paper does not have it."""
@@ -334,10 +336,10 @@ def mean_weight(runs: Runs) -> float | None:
 def _above(values: list[float], limit: float, what: str) -> Verdict:
     mean, half = student_interval(values)
     if len(values) < 2:
-        return Verdict(CANNOT_TELL, f"{what} {mean:.2f}, one seed")
+        return Verdict(CANNOT_TELL, f"{what} {mean:.2f}, one seed", mean)
     reason = f"{what} {mean:.2f} ± {half:.2f}, {len(values)} seeds"
     word = CONFIRMED if mean - half > limit else NOT_CONFIRMED if mean <= limit else CANNOT_TELL
-    return Verdict(word, reason)
+    return Verdict(word, reason, mean)
 
 
 def _why_missing(found: TableRuns, *keys: Key | None) -> str:

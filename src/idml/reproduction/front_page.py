@@ -58,28 +58,34 @@ def _percent(share: float) -> str:
 
 
 def claim_table(header: list[str], rows: list[list[str]]) -> str:
-    """Return the lines of the main claims that are decided, and say which are not."""
-    decided = [row for row in rows if row[header.index("verdict")] != RUNNING]
-    waiting: dict[str, list[str]] = {}
-    for row in rows:
-        if row[header.index("verdict")] == RUNNING:
-            waiting.setdefault(row[header.index("where")], []).append(row[0])
-    parts = [markdown_table(header, decided)] if decided else []
+    """Return the lines of the main claims that are decided, a table for each place; and say which are not decided.
+
+    The last two columns are the verdict and the place where it was measured.
+    """
+    decided, waiting = dict[str, list[list[str]]](), dict[str, list[str]]()
+    for *line, verdict, place in rows:
+        if verdict == RUNNING:
+            waiting.setdefault(place, []).append(line[0])
+        else:
+            decided.setdefault(place, []).append([*line, verdict])
+    parts = []
+    for place, lines in decided.items():
+        parts += [f"Measured on {place}:", markdown_table(header[:-1], lines)]
     if waiting:
-        lines = [f"- {where}: {', '.join(claims)}" for where, claims in waiting.items()]
-        parts.append("\n".join([f"Not decided, because {RUNNING}:", "", *lines]))
+        listed = [f"- {place}: {', '.join(claims)}" for place, claims in waiting.items()]
+        parts.append("\n".join([f"Not decided, because {RUNNING}:", "", *listed]))
     return "\n\n".join(parts)
 
 
-def write_front_page(readme: Path, claims: tuple[list[str], list[list[str]]], out: Path) -> None:
-    """Write both tables between their marks; ``claims`` are the header and the lines of the main claims.
+def write_front_page(readme: Path, claims: str, out: Path) -> None:
+    """Write both parts between their marks; ``claims`` is the text about the main claims.
 
     A file without marks, such as the README of another project, is left alone.
     """
     if not readme.exists() or "<!-- claims -->" not in readme.read_text():
         return
     text = replace_between_marks(readme.read_text(), "expectations", expectation_table(out))
-    write_atomic(readme, replace_between_marks(text, "claims", claim_table(*claims)).encode())
+    write_atomic(readme, replace_between_marks(text, "claims", claims).encode())
 
 
 def replace_between_marks(text: str, name: str, new: str) -> str:

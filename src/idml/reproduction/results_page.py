@@ -17,6 +17,7 @@ from idml.progress import Note, silent
 from idml.report_html import drawing, page, prose, table
 from idml.reproduction import regimes
 from idml.reproduction.claims import (
+    MISSING,
     NOT_INTROSPECTIVE,
     ROUNDS,
     SAME_AS_PLAIN,
@@ -36,7 +37,7 @@ from idml.reproduction.comparators import COMMAND, comparators_table
 from idml.reproduction.comparators import NAME as COMPARED
 from idml.reproduction.comparators_page import comparators_columns, describe_comparison, has_comparison
 from idml.reproduction.figures import figures_without_runs, plot_table
-from idml.reproduction.front_page import write_front_page
+from idml.reproduction.front_page import claim_table, write_front_page
 from idml.reproduction.live_u import LIVE_U
 from idml.reproduction.paper_tables import FULL, OWN, TABLES, WANTED_R_AUROC, Table
 from idml.reproduction.regimes import LOSSES, Arms, Regime, named_regime
@@ -46,6 +47,7 @@ from idml.reproduction.runner import VERSION, Store
 from idml.reproduction.stored_results import Row, cells_folder
 from idml.reproduction.studies import Study, StudyTable
 from idml.reproduction.version1_page import version1_markdown
+from idml.training.config import TrainConfig
 
 _FROZEN = ("table1", "table2", "table3", "table4", "table5", "table6", "tau", "gamma", "embedding-size")
 PLAN = (
@@ -210,55 +212,89 @@ def _study_rows(study: Study, out: Path, note: Note) -> list[Row]:
 
 @dataclass(frozen=True)
 class MainClaim:
-    """A claim of the paper in one line: the claims of a table that it sums up, named by how their text begins."""
+    """A claim of the paper in one line: the claims of a table that it sums up, named by how their text begins.
+
+    ``figure`` says what was measured if it is not a gain in R@1; its braces are filled with the value or the range.
+    """
 
     text: str
     what: str
     begins: tuple[str, ...]
     data: str = "cub"
     regime: str = "frozen"
+    figure: str = "{}"
+    form: str = "+.1f"
 
 
 _BEYOND = tuple(f"IDML improves {LOSSES[loss]} beyond" for loss in ("margin_dw", "proxy_anchor"))
 _CARS, _GLYPHS = {"data": "cars"}, {"data": "glyphs", "regime": "scratch"}
+_PROXY_ANCHOR = "IDML improves ProxyAnchor"
 MAIN_CLAIMS = (
-    MainClaim("IDML improves ProxyAnchor", "finetune", ("IDML improves ProxyAnchor",), regime="full"),
-    MainClaim("IDML improves multi-similarity", "finetune", ("IDML improves Multi-Sim",), regime="full"),
+    MainClaim(_PROXY_ANCHOR, "finetune", (_PROXY_ANCHOR,), regime="full"),
+    MainClaim("IDML improves Multi-Sim", "finetune", ("IDML improves Multi-Sim",), regime="full"),
     *(
         MainClaim("IDML improves each of seven losses", "table1", ("IDML improves",), **place)
         for place in ({}, _CARS, _GLYPHS)
     ),
     MainClaim("Mixup alone improves ProxyAnchor", "finetune", ("Mixup improves",), regime="full"),
-    MainClaim("Mixup alone improves margin and ProxyAnchor", "table2", ("Mixup improves",)),
-    MainClaim("the metric alone improves margin and ProxyAnchor", "table2", ("the metric improves",)),
-    MainClaim("IDML is better than either part", "table2", _BEYOND),
-    MainClaim("PEL is below plain", "table2", ("PEL is below",)),
+    MainClaim("Mixup alone improves Margin-DW and ProxyAnchor", "table2", ("Mixup improves",)),
+    MainClaim("the metric alone improves Margin-DW and ProxyAnchor", "table2", ("the metric improves",)),
+    MainClaim("IDML is better than Mixup alone and than the metric alone", "table2", _BEYOND),
+    MainClaim("plain training is better than PEL, embeddings as Gaussians", "table2", ("PEL is below",)),
     MainClaim("the metric helps with every form of ambiguous images", "table3", ("the metric helps",)),
-    MainClaim("uncertain pairs are better treated as similar", "table4", ("similar is better",)),
-    MainClaim("Euclidean distance tests better than the metric", "table5", ("Euclidean distance",)),
-    MainClaim("batches of 120 are best", "table6", ("batches of",)),
-    MainClaim("τ = 5 is best", "tau", ("τ = 5 is above τ",)),
+    MainClaim("uncertain pairs are better treated as similar than as dissimilar", "table4", ("similar is better",)),
+    MainClaim("Euclidean distance on s tests better than the metric", "table5", ("Euclidean distance",)),
+    MainClaim("batches of 120 images are best", "table6", ("batches of",)),
+    MainClaim("the temperature τ = 5 is best", "tau", ("τ = 5 is above τ",)),
     MainClaim("IDML improves every embedding size", "embedding-size", ("IDML improves",)),
-    MainClaim("mixed images have a larger ‖u‖ than clean ones", "levels", ("mixed test images",)),
-    MainClaim("‖u‖ falls during training", "trend", ("‖u‖ falls",)),
+    MainClaim(
+        "mixed images have a larger ‖u‖ than clean ones", "levels", ("mixed test images",),
+        figure="AUROC {} (chance: 0.50)", form=".2f",
+    ),
+    MainClaim("‖u‖ falls during training", "trend", ("‖u‖ falls",), figure="falls by {}", form=".0%"),
 )  # fmt: skip
-_REGIMES = {
-    "resnet50": "ResNet-50, 224 px, all trained, one seed",
-    "full": "lite0, 112 px, all trained",
-    "frozen": "lite0, heads trained",
-    "scratch": "small network from scratch",
+MAIN_HEADER = ["the paper says", "gain in the paper", "gain here", "verdict", "where"]
+_DATA = {"cub": "CUB-200-2011 (birds)", "cars": "Cars196", "glyphs": "glyphs (letters and signs)"}
+_NETWORKS = {
+    "tf_efficientnet_lite0": "EfficientNet-Lite0",
+    "resnet50": "ResNet-50",
+    "conv4": "a network of four convolutions",
 }
+_TRAINED = {
+    "frozen": "only the heads trained",
+    "last": "the last stage and the heads trained",
+    "scratch": "everything trained from random weights",
+}
+MAIN_READING = (
+    "**R@1** is the share of test images whose nearest neighbour shows the same class. A **gain** is in points of R@1, "
+    "over the better of plain training and the pretrained features as they are, or over the rival that the claim "
+    "names. Brackets hold the 95 % interval. *a to b* is the range over the losses or settings of the claim.",
+    "*Confirmed*: the interval of the gain lies above 0. *Not confirmed*: it does not, and it ends below half of the "
+    "paper's gain; or it does, but the metric was almost the plain one. *Cannot tell at this scale*: everything else, "
+    "and every comparison with one seed.",
+)
+"""How the lines of the main claims are read: the figures, and the verdicts."""
+
+
+def describe_place(data: str, regime: str) -> str:
+    """Say in words which data set, network and images a regime has, and what it trains.
+
+    >>> describe_place("cub", "resnet50")
+    'CUB-200-2011 (birds), ResNet-50 at 224 pixels, everything trained for 6 epochs'
+    """
+    base = named_regime(regime, data).base
+    trunk = base.get("trunk", TrainConfig.trunk)
+    network = f"{_NETWORKS.get(trunk, trunk)} at {base['image_size']} pixels"
+    trained = _TRAINED.get(regime, "everything trained")
+    return f"{_DATA.get(data, data)}, {network}, {trained} for {base['epochs']} epochs"
 
 
 def main_claim_table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return a line for each main claim: the paper's figure, ours, the verdict and the regime."""
-    lines = []
-    if (own := resnet50_verdict(results.resnet50)) is not None:
-        lines.append(["IDML improves ProxyAnchor", *own, f"cub; {_REGIMES['resnet50']}"])
-    else:
-        lines.append(["IDML improves ProxyAnchor", "+1.7", "", RUNNING, f"cub; {_REGIMES['resnet50']}"])
+    """Return a line for each main claim: the paper's figure, ours, the verdict, and where it was measured."""
+    own = resnet50_verdict(results.resnet50) or ["+1.7", "", RUNNING]
+    lines = [[_PROXY_ANCHOR, *own, describe_place("cub", "resnet50")]]
     for main in MAIN_CLAIMS:
-        place = f"{main.data}; {_REGIMES[main.regime]}"
+        place = describe_place(main.data, main.regime)
         section = results.section(main.what, main.data, main.regime)
         built = TABLES[main.what](Arms(main.data, named_regime(main.regime, main.data)))
         claims = [claim for claim in (section.table if section else built).claims if claim.text.startswith(main.begins)]
@@ -267,8 +303,8 @@ def main_claim_table(results: Results) -> tuple[list[str], list[list[str]]]:
             lines.append([main.text, paper, "", RUNNING, place])
             continue
         verdicts = [verdict for s, claim, verdict in results.verdicts if s is section and claim in claims]
-        lines.append([main.text, paper, *_ours(claims, verdicts, section.found), place])
-    return ["the paper says", "its gain in R@1", "ours", "verdict", "where"], lines
+        lines.append([main.text, paper, _our_figure(main, claims, verdicts, section.found), _words(verdicts), place])
+    return MAIN_HEADER, lines
 
 
 def _paper_range(claims: list[Claim], data: str, built: Table) -> str:
@@ -279,34 +315,45 @@ def _paper_range(claims: list[Claim], data: str, built: Table) -> str:
         if isinstance(claim, Gain):
             theirs = claim.paper_gain(data, against[claim.arm])
             known += [] if theirs is None else [theirs]
-    return _range(known)
+    return _range(known, "+.1f")
 
 
-def _range(values: list[float]) -> str:
+def _range(values: list[float], form: str) -> str:
     if not values:
         return ""
-    low, high = min(values), max(values)
-    return f"{low:+.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:+.1f} to {high:+.1f}"
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
-def _ours(claims: list[Claim], verdicts: list[Verdict], found: TableRuns) -> list[str]:
-    """Our figure and the verdict: of one claim with its interval, of several as a range and counts."""
-    if len(claims) == 1:
-        reason = verdicts[0].reason.partition(", in the paper")[0]
-        return [reason, verdicts[0].word]
-    changes = [change[2].mean for c in claims if isinstance(c, Gain) and (change := c.change(found)) is not None]
-    return [_range(changes) or "; ".join(v.reason for v in verdicts), count_verdicts(verdicts)]
+def _our_figure(main: MainClaim, claims: list[Claim], verdicts: list[Verdict], found: TableRuns) -> str:
+    """Our figure: of one gain with its interval, of several claims as a range."""
+    if len(claims) == 1 and isinstance(claims[0], Gain) and (change := claims[0].change(found)) is not None:
+        return change[2].text(sign=True)
+    values = [verdict.value for verdict in verdicts if verdict.value is not None]
+    return main.figure.format(_range(values, main.form).replace("%", " %")) if values else ""
+
+
+def _words(verdicts: list[Verdict]) -> str:
+    """The verdict of one claim; of several, how many have which."""
+    words = [RUNNING if verdict.word == MISSING else verdict.word for verdict in verdicts]
+    if len(words) == 1:
+        return words[0]
+    return "; ".join(f"{word}: {words.count(word)} of {len(words)}" for word in dict.fromkeys(words))
 
 
 def conclusion(results: Results) -> str:
     """Say whether IDML's gain was found with everything trained, and what ‖u‖ is good for."""
-    finetune = results.section("finetune", "cub", "full")
-    own = resnet50_verdict(results.resnet50)
-    if finetune is None or own is None:
-        return (
-            "Whether IDML gains with everything trained is not decided yet: its runs are not made yet. Until then "
-            "nothing here speaks for or against the paper at its own scale."
+    own, finetune = resnet50_verdict(results.resnet50), results.section("finetune", "cub", "full")
+    parts = []
+    if own is not None:
+        parts.append(f"With all of ResNet-50 trained and one seed, IDML's gain is {own[1]}: an observation.")
+    if finetune is None:
+        parts.append(
+            "Whether IDML gains when everything is trained is not decided yet: the runs with several seeds are not "
+            "made. The paper trains everything, for 60 epochs. Runs that train only the heads speak neither for nor "
+            "against it at its own scale."
         )
+        return " ".join(parts)
     gains = []
     for arm in finetune.table.arms:
         change = Gain("", arm.key).change(finetune.found) if arm.name.startswith("idml") else None
@@ -315,12 +362,16 @@ def conclusion(results: Results) -> str:
             word = f", {NOT_INTROSPECTIVE}" if weight is not None and weight > SAME_AS_PLAIN else ""
             gains.append(f"{arm}: {change[2].text(sign=True)}{word}")
     if gains:
-        return f"With everything trained these forms of IDML are above plain: {'; '.join(gains)}."
-    return (
-        "**IDML's gain was not found at the paper's own scale.** No form of it is above plain training with an "
-        "interval above 0 where everything is trained. ‖u‖ is good for something else: taught by ranking it orders a "
-        "query's chance of a wrong answer without looking at the gallery (see *What ‖u‖ of a query says*)."
+        parts.append(
+            f"With all of EfficientNet-Lite0 trained, these forms of IDML are above plain: {'; '.join(gains)}."
+        )
+        return " ".join(parts)
+    parts.append(
+        "**With all of EfficientNet-Lite0 trained, IDML's gain was not found**: no form of it is above plain training "
+        "with an interval above 0. ‖u‖ is good for something else: taught by ranking, it orders a query's chance of a "
+        "wrong answer without looking at the gallery."
     )
+    return " ".join(parts)
 
 
 # -------------------- ‖u‖ of a query --------------------
@@ -396,7 +447,7 @@ def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, An
     write_atomic(docs / "results.md", results_markdown(results, out).encode())
     write_atomic(docs / "results-v1.md", version1_markdown(out).encode())
     write_atomic(docs / "results.html", _results_html(results, out))
-    write_front_page(docs.parent / "README.md", main_claim_table(results), out)
+    write_front_page(docs.parent / "README.md", describe_claims(results), out)
     counts = {word: sum(v.word == word for *_, v in results.verdicts) for word in WORDS}
     words = ", ".join(f"{count} {word}" for word, count in counts.items())
     written = ", ".join(str(docs / name) for name in ("results.md", "results-v1.md", "results.html"))
@@ -405,6 +456,11 @@ def write_results(out: Path, docs: Path, *, note: Note = silent) -> dict[str, An
         "verdicts": [[s.name, claim.text, v.word, v.reason] for s, claim, v in results.verdicts],
         "counts": counts,
     }
+
+
+def describe_claims(results: Results) -> str:
+    """Return what follows from the main claims, how to read them, and their tables, as Markdown."""
+    return "\n\n".join([conclusion(results), *MAIN_READING, claim_table(*main_claim_table(results))])
 
 
 def _intro() -> list[str]:
@@ -428,7 +484,7 @@ def results_markdown(results: Results, out: Path) -> str:
     title, text, made = _resnet50_part(results)
     parts = ["# Results", *_intro(), f"## {title}", text]
     parts += [] if made is None else [markdown_table(made.header, made.rows)]
-    parts += ["## The paper's main claims", markdown_table(*main_claim_table(results)), conclusion(results)]
+    parts += ["## The paper's main claims", describe_claims(results)]
     parts += [results.running_line(), "## How to read the tables", *_READING]
     for section in results.sections:
         parts += [f"## {section.name}", section.facts(), markdown_table(*section.columns)]
@@ -448,7 +504,8 @@ def _results_html(results: Results, out: Path) -> bytes:
     title, text, made = _resnet50_part(results)
     parts = [_STYLE, "<h1>Results</h1>", *map(_linked, _intro()), f"<h2>{html.escape(title)}</h2>", prose(text)]
     parts += [] if made is None else [table(made.header, made.rows)]
-    parts += ["<h2>The paper's main claims</h2>", table(*main_claim_table(results)), prose(conclusion(results))]
+    parts += ["<h2>The paper's main claims</h2>", prose(conclusion(results)), *map(prose, MAIN_READING)]
+    parts += [table(*main_claim_table(results))]
     parts += [prose(results.running_line()), "<h2>How to read the tables</h2>", *map(prose, _READING)]
     for section in results.sections:
         parts += [f"<h2>{html.escape(section.name)}</h2>", prose(section.facts())]
