@@ -268,7 +268,7 @@ def test_a_calibration_of_the_gallery_as_it_was(run):
 @pytest.mark.parametrize("share", ["-0.1", "0.91", "1", "nan", "inf", "much"])
 def test_shares_of_unknown_queries(run, share):
     before = Path("ordinary/calibration.json").read_bytes()
-    words = "invalid float value: 'much'" if share == "much" else "must be from 0 to 0.9"
+    words = "--unknown takes a number, got 'much'" if share == "much" else "must be from 0 to 0.9"
     refuse(run(f"calibrate ordinary --unknown={share}"), words)
     assert Path("ordinary/calibration.json").read_bytes() == before
 
@@ -285,5 +285,5 @@ def test_a_rate_that_cannot_be_promised(run):
     assert (reply["state"], reply["promised"]) == ("unsure", False)
     assert reply["reason"].startswith("cannot promise at most 0.1 % wrong answers here: ")
     for rate in ("0", "1", "-0.1", "nan", "much", "1e-12"):
-        words = "invalid float value" if rate == "much" else "max_error must be"
+        words = "--max-error takes a number" if rate == "much" else "max_error must be"
         refuse(run(f"search ordinary photos/c00/0-0.png --max-error={rate}"), words)

@@ -103,7 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
         flag = given[0].partition("=")[0]
         owners = _commands_with(flag, commands)
         if owners and flag not in ("-h", "--help", "--version"):
-            parser.error(f"{flag!r} is an option of {', '.join(owners)}: write it after the command")
+            of = "every command" if len(owners) == len(commands) else ", ".join(owners)
+            parser.error(f"{flag!r} is an option of {of}: write it after the command")
         parser.words = given
     options, unexpected = parser.parse_known_args(given)
     if unexpected:
@@ -511,6 +512,7 @@ def _add_gallery(commands: Any) -> None:
         "ids",
         metavar="ID",
         nargs="*",
+        default=[],  # or argparse names it among what is missing
         help="items to remove or label; for backup, the file to write; judgements to delete",
     )
     parser.add_argument("--label", metavar="LABEL", help="for the action label; without it, labels are removed")

@@ -39,7 +39,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line on standard error and exit with status 2."""
-        self.exit(2, f"{self.prog}: {self._unknown_flag() or self._unknown_choice(message) or message}\n")
+        words = self._unknown_flag() or self._unknown_choice(message) or self._wrong_number(message) or message
+        if words.startswith("the following arguments are required"):
+            words += f" ('{self.prog} --help' explains them)"
+        self.exit(2, f"{self.prog}: {words}\n")
 
     def _unknown_flag(self) -> str:
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -50,6 +53,11 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and flag not in known:
                 return unknown_name("option", flag, known, choices=f"{self.prog} --help lists them")
         return ""
+
+    def _wrong_number(self, message: str) -> str:
+        """Return the message for a value that is not a number; empty for other messages."""
+        found = re.match(r"argument (.+?): invalid (int|float) value: (.*)$", message, re.DOTALL)
+        return f"{found[1]} takes a {'whole ' * (found[2] == 'int')}number, got {found[3]}" if found else ""
 
     def _unknown_choice(self, message: str) -> str:
         """Return the message for a value that is not among the choices of its argument; empty for other messages."""

@@ -28,6 +28,7 @@ def plan_run(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         if images is not None
     }
     words = [f"{name}: {n['images']:,} images of {n['classes']:,} classes" for name, n in counts.items()]
-    words.append(f"{config.method} with {config.loss} on {config.trunk}: {config.epochs:,} epochs")
+    epochs = f"{config.epochs:,} epoch{'s' * (config.epochs > 1)}"
+    words.append(f"{config.method} with {config.loss} on {config.trunk}: {epochs}")
     words.append(f"batches of {config.batch_size:,} images; the run would be {config.out}")
     return {"options": to_dict(config), "data": counts, "words": [*dataset.notes, *words]}
