@@ -259,7 +259,7 @@ def test_a_visitor_reads_little_before_the_first_success():
     """What stands before the commands for one's own photos, and the whole page."""
     read = len(README.partition("idml serve gallery")[0])
     assert f"{round(read, -2):,} characters of the README" in (ROOT / "docs" / "your_photos.md").read_text()
-    assert len(README) < 10_000
+    assert len(README) < 11_000  # with every table of claims
 
 
 def test_figures_of_the_demo_in_the_readme_are_not_typed_by_hand():

@@ -9,7 +9,7 @@ from idml.reproduction.front_page import claim_table, expectation_table, replace
 CELL = {
     "draws": 200, "images": 7585, "classes": 160, "right": 0.571,
     "rates": {
-        "0.05": {"coverage": 60.0, "fresh_answered": 50.0, "fresh_wrong": 2.0, "recognised": 20.0, "rejected": 8.0},
+        "0.05": {"refused": 40.0, "coverage": 60.0, "fresh_answered": 50.0, "fresh_wrong": 2.0, "recognised": 20.0, "rejected": 8.0},
     },
 }  # fmt: skip
 HEADER = ["the paper says", "gain in the paper", "gain here", "verdict", "where"]
@@ -24,15 +24,16 @@ CLAIMS = [
 def test_expectations_are_means_over_the_draws(tmp_path):
     (tmp_path / "promises.json").write_text(json.dumps({"draws cub pretrained by class 0.25": CELL}))
     row = expectation_table(tmp_path).splitlines()[-1]
-    shown = "| 7,585 / 160 | pretrained, no training | 57 % | 30 % | 4 % | 10 % | 4 % |"
+    shown = "| 7,585 / 160 | pretrained, no training | 57 % | 20 % | 30 % | 4 % | 10 % | 4 % |"
     assert row == f"| CUB-200-2011: birds {shown}"
 
 
-def test_nothing_answered_has_no_share_of_wrong_answers(tmp_path):
-    sums = {**CELL["rates"]["0.05"], "coverage": 0.0, "fresh_answered": 0.0, "fresh_wrong": 0.0}
+@pytest.mark.parametrize(("answered", "shown"), [(0.0, "0 %"), (0.1, "under 1 %")])
+def test_few_answers_have_no_share_of_wrong_ones(tmp_path, answered, shown):
+    sums = {**CELL["rates"]["0.05"], "coverage": answered, "fresh_answered": answered, "fresh_wrong": 0.2 * answered}
     cell = {**CELL, "rates": {"0.05": sums}}
     (tmp_path / "promises.json").write_text(json.dumps({"draws cars trained by class 0.25": cell}))
-    assert "| 0 % | – | 10 % |" in expectation_table(tmp_path)
+    assert f"| {shown} | too few | 10 % |" in expectation_table(tmp_path)
 
 
 def test_without_rows_the_table_says_so(tmp_path):

@@ -13,6 +13,7 @@ from idml.reproduction.render import RUNNING, markdown_table
 
 PROMISES = "promises.json"
 _SHARE, _RATE = "0.25", "0.05"  # unknown queries, wrong matches that are accepted
+_FEW = 0.005  # a smaller share of answers says nothing about their errors
 _DATA = {
     "cub": "CUB-200-2011: birds",
     "cars": "Cars196: cars",
@@ -33,28 +34,29 @@ def expectation_table(out: Path) -> str:
             if cell is None:
                 continue
             sums, draws = cell["rates"][_RATE], cell["draws"]
-            wrong = sums["fresh_wrong"] / sums["fresh_answered"] if sums["fresh_answered"] else None
+            answered = sums["coverage"] / draws
             rows.append(
                 [
                     words,
                     f"{cell['images']:,} / {cell['classes']:,}",
                     how,
                     _percent(cell["right"]),
-                    _percent(sums["coverage"] / draws),
-                    "–" if wrong is None else _percent(wrong),
+                    _percent(sums["refused"] / draws),
+                    _percent(answered),
+                    _percent(sums["fresh_wrong"] / sums["fresh_answered"]) if answered >= _FEW else "too few",
                     _percent(sums["recognised"] / draws),
                     _percent(sums["rejected"] / draws),
                 ]
             )
     if not rows:
         return "These figures are not measured yet (`idml reproduce promises`)."
-    header = ["collection", "images / classes", "model", "right first results", "answered *match* at 5 %",
-              "of these wrong", "unknown recognised", "known wrongly rejected"]  # fmt: skip
+    header = ["collection", "images / classes", "model", "right first results", "calibrations that refuse 5 %",
+              "answered *match*", "of these wrong", "unknown recognised", "known wrongly rejected"]  # fmt: skip
     return markdown_table(header, rows)
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return "under 1 %" if 0 < share < _FEW else f"{100 * share:.0f} %"
 
 
 def claim_table(header: list[str], rows: list[list[str]]) -> str:
