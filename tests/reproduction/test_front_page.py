@@ -9,7 +9,10 @@ from idml.reproduction.front_page import claim_table, expectation_table, replace
 CELL = {
     "draws": 200, "images": 7585, "classes": 160, "right": 0.571,
     "rates": {
-        "0.05": {"refused": 40.0, "coverage": 60.0, "fresh_answered": 50.0, "fresh_wrong": 2.0, "recognised": 20.0, "rejected": 8.0},
+        "0.05": {
+            "refused": 40.0, "coverage": 60.0, "fresh_answered": 50.0, "fresh_wrong": 2.0, "recognised": 20.0,
+            "rejected": 8.0,
+        },
     },
 }  # fmt: skip
 HEADER = ["the paper says", "gain in the paper", "gain here", "verdict", "where"]
