@@ -66,6 +66,12 @@ def test_an_unknown_keyword_names_the_nearest():
         idml.train(data="glyphs", out="x", epoch=3)
 
 
+def test_a_misspelt_name_gets_a_suggestion():
+    done = subprocess.run([sys.executable, "-c", "import idml; idml.evalute"], capture_output=True, text=True)
+    assert "module 'idml' has no attribute 'evalute'" in done.stderr
+    assert "Did you mean: 'evaluate'?" in done.stderr
+
+
 def test_audit_is_a_package_and_a_function():
     code = "import idml.audit.run, idml; print(callable(idml.audit), idml.audit.run.audit_run.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,6 +14,7 @@ use, so ``import idml`` is cheap.
 
 from importlib import import_module
 from inspect import Parameter, Signature
+from sys import modules
 from typing import TYPE_CHECKING, Any, Unpack
 
 from idml.training.keywords import TrainOptions
@@ -179,7 +180,7 @@ def __getattr__(name: str) -> Any:
     if name == "audit":  # a package that can be called
         return import_module("idml.audit")
     if name not in _HOMES:
-        raise AttributeError(f"module 'idml' has no attribute {name!r}")
+        raise AttributeError(f"module 'idml' has no attribute {name!r}", name=name, obj=modules[__name__])
     module, attribute = _HOMES[name]
     return getattr(import_module(module), attribute)
 

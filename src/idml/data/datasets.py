@@ -139,7 +139,7 @@ def load_dataset(spec: str, *, split: str = "official", strict: bool = False, sp
 def check_spec(spec: str) -> None:
     """Raise an error of one line unless a SPEC has a known kind and its path exists. No image is looked for.
 
-    A path without a kind is told the kind that fits it.
+    For a path without a kind the error names the kind that fits.
     """
     kind, _, name = spec.partition(":")
     if spec == "glyphs":

@@ -398,7 +398,7 @@ def group_duplicates(items: Sequence[Item], embeddings: Embeddings) -> Tensor:
 
 
 def _feedback_queries(source: GallerySource) -> list[OpenSetQueries]:
-    """Queries whose right label people told: a label that is not in the gallery is an unknown class."""
+    """Queries whose right label users gave as feedback: a label that is not in the gallery is an unknown class."""
     told = [one for one in source.feedback if one.label is not None]
     if not told or not source.labelled:
         return []

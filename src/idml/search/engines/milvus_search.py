@@ -35,13 +35,13 @@ _ROUND = 1 + 1e-6
 
 
 def search_parameters(index: str, limit: int) -> dict[str, Any]:
-    """How thoroughly an index looks."""
+    """Return what Milvus is told about a search: how many candidates or lists the index goes through."""
     own: dict[str, dict[str, int]] = {"HNSW": {"ef": max(_EF, 2 * limit)}, "IVF_FLAT": {"nprobe": _PROBES}}
     return {"metric_type": "L2", "params": own.get(index, {})}
 
 
 def largest_level(connection: Connection) -> float:
-    """A number that no ‖u‖ is above, at most a fifth too large; found by counting, about nine times."""
+    """An upper bound of every ‖u‖, at most a fifth too large; found by counting the items above a limit nine times."""
     steps = range(-160, 4 * math.ceil(math.log2(LARGEST)) + 4)
     first = bisect_left(steps, True, key=lambda step: connection.count(f"level > {2 ** (step / 4)!r}") == 0)
     return float(2 ** (steps[min(first, len(steps) - 1)] / 4)) * _ROUND
@@ -114,11 +114,11 @@ class MilvusSearch:
         elif len(hits) < limit:  # all, unless Milvus listed a row twice while it moved it
             sure = len(hits) >= self.count
         else:
-            sure = float(distances[0, -1]) * _ROUND < self._beyond(i, max(hit["distance"] for hit in hits))
+            sure = float(distances[0, -1]) * _ROUND < self._lower_bound(i, max(hit["distance"] for hit in hits))
         return [item.id for item in first], distances[0], sure
 
-    def _beyond(self, i: int, last: float) -> float:
-        """What every item is farther than that is not among the candidates."""
+    def _lower_bound(self, i: int, last: float) -> float:
+        """A distance that is below that of every item outside the candidates."""
         alpha = math.sqrt(max(0.0, last - self.slack))
         if self.metric is None or alpha == 0:
             return alpha
