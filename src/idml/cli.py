@@ -416,7 +416,11 @@ def _add_calibrate(commands: Any) -> None:
     parser.add_argument("place", metavar="GALLERY", help=_GALLERY)
     parser.add_argument("--queries", metavar="DIR", help="your own images, one sub-folder for each label, as queries")
     parser.add_argument(
-        "--unknown", type=float, metavar="X", default=0.25, help="share of queries that show nothing of it (0.25)"
+        "--unknown",
+        type=float,
+        metavar="X",
+        default=0.25,
+        help="share of queries that show nothing of the gallery (default 0.25)",
     )
     _add_model(parser, _MILVUS_MODEL)
     _add_runtime(parser)
@@ -601,7 +605,11 @@ def _add_search(commands: Any) -> None:
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files")
     parser.add_argument("-k", type=int, metavar="N", default=10, help="results (default 10)")
     parser.add_argument(
-        "--max-error", type=float, metavar="X", default=0.05, help="share of wrong matches that is tolerated (0.05)"
+        "--max-error",
+        type=float,
+        metavar="X",
+        default=0.05,
+        help="share of wrong matches that you accept (default 0.05)",
     )
     parser.add_argument(
         "--feedback",
