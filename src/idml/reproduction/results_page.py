@@ -416,11 +416,17 @@ def u_table(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 _INTRO = (
+    "Which claims of the paper hold in our runs? First comes the paper's own network, then the main claims, then every "
+    "table, the studies and the verdict on each single claim.",
     "`idml reproduce results` makes this page from the rows in results/; nothing is written by hand. It also writes "
     "results.html, with plots. [Reproduction](reproduction.md) has the protocol (version {version}) and every command. "
     "[Results of version 1](results-v1.md) are kept apart and are not argued from.",
 )
 _READING = (
+    "A heading names the data set and what was trained: *frozen*, the heads on features of a pretrained network; "
+    "*last*, its last stage and the heads; *full*, everything; *scratch*, a small network from random weights. An "
+    "*arm* is a row: a loss with a method, at its own learning rate. *Raw features* are those of the pretrained "
+    "network without training (on glyphs, the pixels). The [glossary](glossary.md) has the other words.",
     "The paper's figures are those of ResNet-50 at 224 pixels. Ours, unless a heading says otherwise, are those of a "
     "much smaller network. Compare differences between arms, not levels. *Mixup* rows are ordinary Mixup (λ-weighted "
     "losses), *idml* rows the paper's text (label sets), both with a loss of originals plus a loss of mixtures.",
@@ -506,7 +512,7 @@ def _results_html(results: Results, out: Path) -> bytes:
     parts += [] if made is None else [table(made.header, made.rows)]
     parts += ["<h2>The paper's main claims</h2>", prose(conclusion(results)), *map(prose, MAIN_READING)]
     parts += [table(*main_claim_table(results))]
-    parts += [prose(results.running_line()), "<h2>How to read the tables</h2>", *map(prose, _READING)]
+    parts += [prose(results.running_line()), "<h2>How to read the tables</h2>", *map(_linked, _READING)]
     for section in results.sections:
         parts += [f"<h2>{html.escape(section.name)}</h2>", prose(section.facts())]
         if (figure := plot_table(section.what, section.table, section.found)) is not None:
