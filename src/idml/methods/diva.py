@@ -33,6 +33,7 @@ from idml.data.augment import Batch
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.labels import LabelSets, pair_masks
+from idml.losses import MetricLoss
 from idml.losses.margin_dw import margin_of_pairs
 from idml.methods.adversary import Decorrelation
 from idml.methods.base import Task
@@ -221,6 +222,11 @@ class Diva(MetricMethod):
     def embedding(self, outputs: Embeddings) -> Embeddings:
         """All slices, normalised one by one."""
         return Embeddings(unit_slices(outputs.semantic, len(SLICES)), outputs.uncertainty)
+
+    def compared(self, outputs: Embeddings, batch: Batch) -> list[tuple[MetricLoss, Embeddings]]:
+        """The slice of the classes; second views are not compared."""
+        seen = outputs[: len(batch.labels) // 2][~batch.mixed[: len(batch.labels) // 2]]
+        return [(self.metric_loss, Embeddings(seen.semantic[:, : self.size], seen.uncertainty))]
 
     def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
         """The four tasks, the adversaries, and the ranking of ‖u‖."""

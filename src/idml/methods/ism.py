@@ -61,13 +61,19 @@ class MetricOptions:
 
 
 @torch.no_grad()
-def measure_weights(loss: MetricLoss, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
+def measure_weights(
+    loss: MetricLoss, embeddings: Embeddings, batch: Batch, *, against_clean: bool = False
+) -> dict[str, float]:
     """The mean weight that the loss applied: over pairs of images, or over images and proxies, by its own rule.
 
-    ``weight`` is that of the original images, ``weight_mixed`` that of the mixtures.
+    ``weight`` is that of the original images with each other, ``weight_mixed`` that of the mixtures with each other, or
+    with the originals (``against_clean``).
     """
-    parts = {"weight": embeddings[~batch.mixed].detach(), "weight_mixed": embeddings[batch.mixed].detach()}
-    return {name: loss.mean_weight(part) for name, part in parts.items() if len(part)}
+    originals, mixtures = embeddings[~batch.mixed].detach(), embeddings[batch.mixed].detach()
+    weights = {"weight": loss.mean_weight(originals)}
+    if len(mixtures):
+        weights["weight_mixed"] = loss.mean_weight(mixtures, originals if against_clean else None)
+    return weights
 
 
 def warn_of_uninformative_u(rows: list[dict[str, Any]]) -> list[str]:
