@@ -180,6 +180,12 @@ class Diva(MetricMethod):
         mixed = torch.cat([seen.mixed, seen.mixed])
         return Batch(torch.cat([seen.images, views]), LabelSets.cat([seen.labels, seen.labels]), mixed, seen.lam)
 
+    def warn(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Whether the third slice learned nothing."""
+        idle = bool(rows) and not any(row["loss_intra"] for row in rows) and self.options.task_weight > 0
+        told = "no batch had three images of one class, the slice intra learned nothing: per_class must be at least 3"
+        return [*super().warn(rows), *([told] if idle else [])]
+
     # ---- the network and the queue of the keys ----
 
     @torch.no_grad()
