@@ -77,6 +77,17 @@ def test_the_last_epochs_train_the_whole_embedding(loss):
     torch.testing.assert_close(found, value)
 
 
+@pytest.mark.parametrize(("share", "begin"), [(0.7, 3), (0.2, 8), (0.25, 8), (0.0, 10), (1.0, 0)])
+def test_when_the_last_epochs_begin(share, begin):
+    method = divided(whole_epochs=share, regroup_epochs=100)
+    method.task = type(method.task)(**{**method.task.__dict__, "epochs": 10})
+    found = []
+    for epoch in range(10):
+        method.start_epoch(epoch, lambda: (torch.arange(48), Embeddings.certain(torch.randn(48, 8))))
+        found.append(bool(method.whole))
+    assert found == [epoch >= begin for epoch in range(10)]
+
+
 def test_the_critic_of_a_loss_learns_with_the_whole_embedding():
     method = divided("rankmi")
     method.whole.fill_(True)

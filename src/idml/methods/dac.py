@@ -91,7 +91,8 @@ class Dac(MetricMethod):
     def start_epoch(self, epoch: int, embed: Callable[[], tuple[Tensor, Embeddings]]) -> None:
         """Cluster the images, or begin with the whole embedding."""
         count, epochs = self.options.groups, self.task.epochs
-        self.whole.fill_(count == 1 or epoch >= math.ceil(epochs * (1 - self.options.whole_epochs)))
+        begin = math.ceil(round(epochs * (1 - self.options.whole_epochs), 6))  # 10·(1 − 0.7) is a little above 3
+        self.whole.fill_(count == 1 or epoch >= begin)
         if bool(self.whole) or epoch % self.options.regroup_epochs:
             return
         numbers, outputs = embed()
