@@ -162,6 +162,12 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(few_glyphs, tmp_path, 
     assert cli.main([*command, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert plan["data"]["train"]["classes"] + plan["data"]["held out"]["classes"] == 40
+    for options, words in (
+        (["--method", "dac", "--groups", "3"], "embedding_dim 512 does not divide into 3 slices"),
+        (["--loss-parameters", "gamma=1"], "unknown parameter 'gamma' of MultiSimilarity"),
+    ):
+        assert cli.main([*command, *options]) == 2
+        assert words in capsys.readouterr().err
     assert plan["options"]["epochs"] == 3
     assert not (tmp_path / "run").exists()
 

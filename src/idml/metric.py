@@ -34,13 +34,14 @@ from idml.pairwise import Alpha, Beta, Cosines, SelfBeta, SelfCosines, Soften
 RULES = ("similar", "dissimilar", "strict", "off", "release")
 Form = Literal["distance", "cosine"]
 
-_FORMS: dict[str, tuple[Form, ...]] = {
+FORMS: dict[str, tuple[Form, ...]] = {
     "similar": ("distance", "cosine"),
     "dissimilar": ("cosine",),
     "strict": ("distance",),
     "off": ("distance", "cosine"),
     "release": ("cosine",),
 }
+"""What each rule has: distances, cosines or both."""
 _RELEASE_TAU, _RELEASE_GAMMA = 5.0, 4.0
 _NO_GAP = 1e-12  # identical images: dividing by this makes e^(−x) vanish unless x is 0
 
@@ -106,8 +107,8 @@ class IntrospectiveMetric:
         return torch.exp(-(beta + self.gamma) / (self.tau * alpha.clamp_min(_NO_GAP)))
 
     def _pairs(self, form: Form, a: Embeddings | Tensor, b: Embeddings | Tensor | None) -> Tensor:
-        if form not in _FORMS[self.rule]:
-            raise ValueError(f"rule {self.rule!r} has no {form} form, only {' and '.join(_FORMS[self.rule])}")
+        if form not in FORMS[self.rule]:
+            raise ValueError(f"rule {self.rule!r} has no {form} form, only {' and '.join(FORMS[self.rule])}")
         e = self._embeddings(a)
         other = None if b is None else self._embeddings(b)
         _check(e, other)

@@ -160,6 +160,14 @@ def test_ranked_list_that_moves_only_the_query(metric):
         value = ranked_list(row, LabelSets(labels).matches())
         expected[i] = torch.autograd.grad(value, moving)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    others = Embeddings(x.detach().flip(1), e.uncertainty).detach()
+    others.semantic.requires_grad_()
+    inputs, theirs = [x, others.semantic], {"other": others, "other_labels": labels}
+    moved, kept = torch.autograd.grad(query(e, labels, **theirs), inputs)
+    expected = torch.autograd.grad(whole(e, labels, **theirs), inputs)
+    torch.testing.assert_close(moved, expected[0])  # images of a gallery apart
+    assert expected[1].any()
+    assert not kept.any()
     (full,) = torch.autograd.grad(whole(e, labels), x)
     assert torch.nn.functional.cosine_similarity(full.flatten(), found.flatten(), dim=0) < 0.999
 

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,18 @@ def test_bad_input(make, words):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_page_of_losses_names_every_option(name):
+def test_the_page_of_losses_has_every_option_with_its_default(name):
     page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
-    assert row.count(" | ") == 4  # paper, formula, pairs, options
+    assert page.count(f"| [`{name}`](#{name}) |") == 1
+    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    written = re.search(r"^Options: (.*?)\.(?: |$)", section, re.MULTILINE)[1]
+    shown = {k: Fraction(v) for k, v in re.findall(r"`(\w+)`(?: \(.*?\))? = ([\d./]+)", written)}
+    assert written.count(" = ") == len(shown)
     parameters = inspect.signature(LOSSES[name].function).parameters.values()
-    options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"dim", "seed", "critic"}
-    assert options == set(re.findall(r"`(\w+)`", row)[1:]) - {"gallery_gradient"}
+    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert {k: float(v) for k, v in shown.items()} == {
+        k: v for k, v in options.items() if k not in ("dim", "seed", "critic")
+    }
+    row = next(line for line in page.splitlines() if line.startswith(f"| [`{name}`]"))
+    against = "proxies" if issubclass(LOSSES[name], ProxyLoss) else "images"
+    assert row.split(" | ")[3] == f"{against}, {'D' if LOSSES[name].form == 'distance' else 'C'}"

@@ -125,7 +125,7 @@ def one_step(method, **changes):
 
 @pytest.mark.parametrize("method", COMPARATORS)
 def test_the_introspective_metric_is_taken_or_refused_in_one_line(method):
-    row = next(line for line in METHODS_PAGE.splitlines() if line.startswith(f"| `{method}`"))
+    row = next(line for line in METHODS_PAGE.splitlines() if line.startswith(f"| [`{method}`](#{method}) |"))
     if method == "dreml":
         assert row.endswith("| no |")
         with pytest.raises(ValueError, match="method dreml has no option 'introspective'") as caught:
@@ -169,13 +169,16 @@ def test_options_are_documented_checked_and_of_one_kind(method):
 
 
 @pytest.mark.parametrize("method", COMPARATORS)
-def test_the_page_of_methods_names_every_option_and_the_cost(method):
+def test_the_page_of_methods_has_every_option_with_its_default(method):
     section = METHODS_PAGE.partition(f"\n## {method}\n")[2].partition("\n## ")[0]
     assert section
     shared = {option.name for option in list_options(find_method("diml").Options)}  # of the metric, for all alike
     for option in list_options(find_method(method).Options):
         flag = option.name.replace("_", "-")
-        assert option.name in shared or re.search(f"`--(no-)?{flag}[ `]", section), flag
+        if option.name not in shared:
+            default = re.search(rf"^\| `--(?:no-)?{flag}(?: \w+)?`.* \| (.+?) \| ", section, re.MULTILINE)[1]
+            known = option.default if option.type is str or isinstance(option.default, str) else float(option.default)
+            assert isinstance(option.default, bool) or type(known)(default.strip("`")) == known, flag
     assert "\n## Cost\n" in METHODS_PAGE
 
 

@@ -77,6 +77,30 @@ def test_the_last_epochs_train_the_whole_embedding(loss):
     torch.testing.assert_close(found, value)
 
 
+@pytest.mark.parametrize(("share", "begin"), [(0.7, 3), (0.2, 8), (0.25, 8), (0.0, 10), (1.0, 0)])
+def test_when_the_last_epochs_begin(share, begin):
+    method = divided(whole_epochs=share, regroup_epochs=100)
+    method.task = type(method.task)(**{**method.task.__dict__, "epochs": 10})
+    found = []
+    for epoch in range(10):
+        method.start_epoch(epoch, lambda: (torch.arange(48), Embeddings.certain(torch.randn(48, 8))))
+        found.append(bool(method.whole))
+    assert found == [epoch >= begin for epoch in range(10)]
+
+
+def test_the_critic_of_a_loss_learns_with_the_whole_embedding():
+    method = divided("rankmi")
+    method.whole.fill_(True)
+    embeddings, batch = batch_of(8, 8, classes=4)
+    value = method.loss(embeddings, batch, torch.arange(8), 0)["pairs"]
+    critics = {name: p for name, p in method.named_parameters() if name.endswith("critic.4.weight")}
+    gradients = torch.autograd.grad(value, list(critics.values()), allow_unused=True)
+    learns = {name: gradient is not None for name, gradient in zip(critics, gradients, strict=True)}
+    names = [f"metric_loss.{k}.critic.4.weight" for k in range(2)]
+    assert learns == {**dict.fromkeys(names, False), "whole_loss.0.critic.4.weight": True}
+    assert method.learning_rate_factors()["whole_loss.0.critic.4.weight"] == 10
+
+
 def test_one_group_is_plain_training():
     embeddings, batch = batch_of(12, 6)
     one, plain = method_of("dac", groups=1), method_of("plain")

@@ -114,6 +114,13 @@ def test_each_task_has_its_slice(attached):
     assert float(again["sample"]) > 0
 
 
+def test_a_slice_that_has_nothing_to_learn_from_is_told():
+    rows = [{"loss_intra": 0.0}, {"loss_intra": 0.0}]
+    assert "per_class must be at least 3" in method_of("diva", dim=8).warn(rows)[0]
+    assert method_of("diva", dim=8).warn([*rows, {"loss_intra": 0.1}]) == []
+    assert method_of("diva", dim=8, task_weight=0.0).warn(rows) == []
+
+
 def test_mixtures_get_second_views_too():
     method = method_of("diva", loss="contrastive", dim=8)
     images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 3

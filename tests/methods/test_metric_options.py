@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from idml.data.augment import Batch
+from idml.embeddings import Embeddings
 from idml.labels import LabelSets
 from idml.methods.ism import measure_weights
 from idml.training.build import build, build_optimiser, set_learning_rate
@@ -123,6 +124,35 @@ def test_the_mean_weight_is_what_the_loss_applied(loss, rule):
     assert measured == {"weight": pytest.approx(float(torch.stack(weights).mean()), rel=1e-6)}
 
 
+@pytest.mark.parametrize("mixing", ["separate", "joint", "against-clean"])
+@pytest.mark.parametrize("loss", ["contrastive", "proxy_anchor"])
+def test_the_mean_weight_of_mixtures_is_over_what_they_meet(loss, mixing):
+    config = from_dict({
+        "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "image_size": 16, "embedding_dim": 6,
+        "loss": loss, "method": "idml", "mixing": mixing,
+    })  # fmt: skip
+    method = build(config, LABELS, 4)[1].double()
+    s, u = torch.randn(14, 6, dtype=torch.float64), torch.randn(14, 6, dtype=torch.float64)
+    unit = s / s.norm(dim=1, keepdim=True)
+    batch = Batch(torch.zeros(14, 1), LabelSets(torch.arange(14) % 4), torch.arange(14) >= 8, 0.5)
+    measured = method.measure(Embeddings(s, u), batch)
+
+    def mean(rows, columns):
+        weights = []
+        for i in rows:
+            for t, v, j in columns:
+                weights += [torch.exp(-(u[i] + v).norm() / (5 * (unit[i] - t).norm()))] if i != j else []
+        return pytest.approx(float(torch.stack(weights).mean()))
+
+    images = [(unit[j], u[j], j) for j in range(14)]
+    clean, mixed = images[:8], images[8:]
+    if loss == "proxy_anchor":
+        proxies = method.metric_loss.proxies.detach()
+        clean = mixed = [(p / p.norm(), torch.zeros(6), None) for p in proxies]
+    meets = clean if mixing == "against-clean" else mixed
+    assert measured == {"weight": mean(range(8), clean), "weight_mixed": mean(range(8, 14), meets)}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -132,6 +162,9 @@ def test_the_mean_weight_is_what_the_loss_applied(loss, rule):
             "proxy_uncertainty is for losses with proxies: contrastive has none",
         ),
         ({"method": "idml", "fit": True, "rule": "dissimilar"}, "fit needs the rule similar"),
+        ({"preset": "release", "loss": "contrastive"}, "rule release has no distances, which contrastive compares"),
+        ({"preset": "release", "gamma": 3.0}, "rule 'release' fixes tau = 5 and gamma = 4"),
+        ({"method": "dac", "introspective": True, "rule": "dissimilar", "loss": "margin_dw"}, "has no distances"),
         ({"method": "idml", "fit": 1}, "fit must be true or false"),
         ({"method": "idml", "rule": "simila"}, "unknown rule 'simila'; did you mean 'similar'"),
         ({"method": "idml", "gamma": -1}, "gamma must be a number of at least 0"),

@@ -8,6 +8,7 @@ from sklearn.metrics import normalized_mutual_info_score
 from idml import Embeddings, IntrospectiveMetric, LabelSets
 from idml.labels import pair_masks
 from idml.losses.margin_dw import margin_of_anchors
+from idml.methods.clusters import cluster_images
 from idml.methods.pads import BINS, STATE, policy_loss, validation_figures
 from idml.mining import histogram_bins, histogram_negatives
 
@@ -123,8 +124,11 @@ def test_validation_figures_by_loops():
         assert float(found[place]) == pytest.approx(expected)
     within = [1 - float(unit[i] @ unit[j]) for i in range(10) for j in range(10) if i != j and labels[i] == labels[j]]
     assert float(found[5]) == pytest.approx(sum(within) / len(within), rel=1e-4)
-    assert 0 < float(found[4]) <= 1
-    assert normalized_mutual_info_score([0, 1], [1, 0]) == 1
+    clusters = cluster_images(unit, 3, seed=0)
+    assert float(found[4]) == pytest.approx(normalized_mutual_info_score(labels, clusters))
+    assert 0 < float(found[4]) < 1
+    between = [1 - float(unit[i] @ unit[j]) for i in range(10) for j in range(10) if labels[i] != labels[j]]
+    assert float(found[6]) == pytest.approx(sum(between) / len(between), rel=1e-4)
 
 
 def test_validation_images_are_left_out_of_training():

@@ -162,5 +162,5 @@ def test_activations_are_small():
 
 def test_a_trunk_whose_last_stage_is_not_known_is_refused():
     model = build_model("vit_tiny_patch16_224", pretrained=False, embedding_dim=4)
-    with pytest.raises(ValueError, match="train last is for ResNets and EfficientNets"):
+    with pytest.raises(ValueError, match="are for ResNets, EfficientNets and conv4"):
         Stages(model.trunk)

@@ -119,6 +119,17 @@ def test_the_costs_in_the_docs_are_the_stored_ones():
     assert markdown_table(header, rows) in (ROOT / "docs" / "methods.md").read_text()
 
 
+def test_the_times_in_the_list_of_methods_are_those_of_the_costs():
+    page = (ROOT / "docs" / "methods.md").read_text()
+    header, rows = cost_table(ROOT / "results")
+    frozen, last = (header.index(f"cub, {regime}: time") for regime in ("frozen", "last"))
+    times = {row[0]: re.search(r"\((.*)\)", row[frozen] or row[last])[1] for row in rows}
+    for each in COMPARATORS:
+        if each.method != "plain":
+            (line,) = (line for line in page.splitlines() if line.startswith(f"| [`{each.method}`]"))
+            assert line.split(" | ")[3] == times[each.name], each.name
+
+
 # -------------------- the table and its paragraph --------------------
 
 

@@ -99,8 +99,11 @@ class MetricLoss(nn.Module):
             )
         return embeddings, sets
 
-    def mean_weight(self, embeddings: Embeddings) -> float:
-        """Return the mean weight e^(−x) that the metric gives to the pairs of these images in this loss."""
+    def mean_weight(self, embeddings: Embeddings, other: Embeddings | None = None) -> float:
+        """Return the mean weight e^(−x) that the metric gives to the pairs of these images in this loss.
+
+        ``other`` are the images that they are compared with, if it is not with each other.
+        """
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -138,8 +141,10 @@ class PairLoss(MetricLoss):
         """Return the loss of a pair matrix in ``dim`` dimensions; ``others``: its columns are other images."""
         return type(self).function(pairs, matches, others, **self.parameters_of_loss)
 
-    def mean_weight(self, embeddings: Embeddings) -> float:
+    def mean_weight(self, embeddings: Embeddings, other: Embeddings | None = None) -> float:
         """Return the mean of the metric's weights over the pairs of different images; 1 if there is no pair."""
+        if other is not None:
+            return float(self.metric.weights(embeddings, other).mean())
         n = len(embeddings)
         if n < 2:
             return 1.0
@@ -183,8 +188,8 @@ class ProxyLoss(MetricLoss):
         pairs = self.pairs(e, self.proxy_embeddings())
         return type(self).function(pairs, sets.in_classes(self.num_classes), **self.parameters_of_loss)
 
-    def mean_weight(self, embeddings: Embeddings) -> float:
-        """Return the mean of the metric's weights over the images and the proxies."""
+    def mean_weight(self, embeddings: Embeddings, other: Embeddings | None = None) -> float:
+        """Return the mean of the metric's weights over the images and the proxies; ``other`` has no effect."""
         return float(self.metric.weights(embeddings, self.proxy_embeddings()).mean())
 
     def proxy_embeddings(self) -> Embeddings:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from idml.embeddings import Embeddings
-from idml.labels import LabelSets, pair_masks
+from idml.labels import pair_masks
 from idml.losses.base import PairLoss, require_pairs
 
 
@@ -67,15 +67,11 @@ class RankedList(PairLoss):
         super().known({name: value for name, value in parameters.items() if name != "gallery_gradient"})
         return parameters
 
-    def forward(
-        self, embeddings: Embeddings | Tensor, labels: LabelSets | Tensor, seed: int | None = None, **other: Any
-    ) -> Tensor:
-        """Return the loss of a batch, a scalar; the loss does not sample, so ``seed`` has no effect."""
-        if self.gallery_gradient == 1 or other:
-            return super().forward(embeddings, labels, seed, **other)
-        e, sets = self._checked(embeddings, labels)
-        pairs = self.pairs(e)
+    def pairs(self, e: Embeddings, other: Embeddings | None = None) -> Tensor:
+        """Return D of every pair, with the share of the gradient that its second image gets."""
+        pairs, share = super().pairs(e, other), self.gallery_gradient
+        if share == 1:
+            return pairs
         # D_ij + (1 − g)·(D(s_i, constant s_j) − constant): the gradient of the gallery side is g times as long
-        one_sided = self.pairs(e, e.detach())
-        both = self.gallery_gradient * pairs + (1.0 - self.gallery_gradient) * one_sided
-        return ranked_list(pairs.detach() + both - both.detach(), sets.matches(), **self.parameters_of_loss)
+        both = share * pairs + (1.0 - share) * super().pairs(e, (e if other is None else other).detach())
+        return pairs.detach() + both - both.detach()

@@ -5,8 +5,8 @@ stage and the linear head are shared. A divergence term keeps the learners' embe
 
     L = Σ_m L(B_m, y) + λ·mean_i Σ_{p<q} [m_div − ‖B_p(x_i) − B_q(x_i)‖²]₊        λ = 1, m_div = 1
 
-B_m are unit vectors; at test they are concatenated. L is the run's loss; the authors use a contrastive loss of squared
-distances with margin 1 (ours compares distances, and its margin is a parameter). All learners share u.
+B_m are unit vectors; at test they are concatenated. L is the run's loss; the authors' is contrastive on squared
+distances with margin 1 (``negative_margin`` 1, ``power`` 2). All learners share u.
 """
 
 from dataclasses import dataclass, field

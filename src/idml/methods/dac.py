@@ -22,7 +22,7 @@ from torch.func import functional_call
 from idml.data.augment import Batch
 from idml.data.sampling import class_batches, random_batches, random_stream
 from idml.embeddings import Embeddings
-from idml.losses import ProxyLoss
+from idml.losses import MetricLoss, ProxyLoss
 from idml.methods.base import Task
 from idml.methods.clusters import cluster_images, match_clusters
 from idml.methods.metric_choice import MetricChoice, MetricMethod, refuse_proxy_uncertainty
@@ -65,7 +65,10 @@ class Dac(MetricMethod):
         self.metric_loss = nn.ModuleList(
             options.choice.build_loss(task, embedding_dim=self.size) for _ in range(options.groups)
         )
-        self.whole_loss = (options.choice.build_loss(task),)  # in a tuple: its proxies are those of the slices
+        whole = options.choice.build_loss(task)
+        # in a tuple, it has no parameters of its own: its proxies are those of the slices
+        self.whole_loss: Any = (whole,) if isinstance(whole, ProxyLoss) else nn.ModuleList([whole])
+        self.group = 0  # of the last batch
         self.register_buffer("groups", torch.zeros(len(task.labels), dtype=torch.long))
         self.register_buffer("whole", torch.tensor(options.groups == 1))
 
@@ -88,7 +91,8 @@ class Dac(MetricMethod):
     def start_epoch(self, epoch: int, embed: Callable[[], tuple[Tensor, Embeddings]]) -> None:
         """Cluster the images, or begin with the whole embedding."""
         count, epochs = self.options.groups, self.task.epochs
-        self.whole.fill_(count == 1 or epoch >= math.ceil(epochs * (1 - self.options.whole_epochs)))
+        begin = math.ceil(round(epochs * (1 - self.options.whole_epochs), 6))  # 10·(1 − 0.7) is a little above 3
+        self.whole.fill_(count == 1 or epoch >= begin)
         if bool(self.whole) or epoch % self.options.regroup_epochs:
             return
         numbers, outputs = embed()
@@ -139,17 +143,27 @@ class Dac(MetricMethod):
         if bool(self.whole):
             pairs = self._whole(self.embedding(embeddings), batch, seed)
         else:
-            k = int(self.groups[numbers[0]]) if len(self.groups) else 0
+            self.group = k = int(self.groups[numbers[0]]) if len(self.groups) else 0
             part = embeddings.semantic[:, k * self.size : (k + 1) * self.size]
             pairs = self.metric_loss[k](Embeddings(part, embeddings.uncertainty), batch.labels, seed=seed)
         return {"pairs": pairs, **self.teach(embeddings, batch, len(numbers))}
 
     def _whole(self, embeddings: Embeddings, batch: Batch, seed: int) -> Tensor:
-        """The loss of all slices together. Its proxies are the unit proxies of the slices side by side."""
-        loss = self.whole_loss[0]
-        if not isinstance(loss, ProxyLoss):
-            return loss(embeddings, batch.labels, seed=seed)  # type: ignore[no-any-return]
-        parts: list[Any] = list(self.metric_loss)
-        given = {"proxies": unit_slices(torch.cat([part.proxies for part in parts], dim=1), len(parts))}
-        out: Tensor = functional_call(loss, given, (embeddings, batch.labels))
+        """The loss of all slices together; its proxies are the unit proxies of the slices side by side."""
+        out: Tensor = functional_call(self.whole_loss[0], self._proxies(), (embeddings, batch.labels, seed))
         return out
+
+    def _proxies(self) -> dict[str, Tensor]:
+        if not isinstance(self.whole_loss[0], ProxyLoss):
+            return {}
+        parts: list[Any] = list(self.metric_loss)
+        return {"proxies": unit_slices(torch.cat([part.proxies for part in parts], dim=1), len(parts))}
+
+    def compared(self, outputs: Embeddings, batch: Batch) -> list[tuple[MetricLoss, Embeddings]]:
+        """The slice of the last batch's group, or all slices together."""
+        if not bool(self.whole):
+            return super().compared(outputs, batch)[self.group : self.group + 1]
+        loss: MetricLoss = self.whole_loss[0]
+        if isinstance(loss, ProxyLoss):
+            loss.proxies.data = self._proxies()["proxies"].detach()
+        return [(loss, self.embedding(outputs)[~batch.mixed])]

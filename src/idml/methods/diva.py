@@ -33,6 +33,7 @@ from idml.data.augment import Batch
 from idml.data.sampling import random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.labels import LabelSets, pair_masks
+from idml.losses import MetricLoss
 from idml.losses.margin_dw import margin_of_pairs
 from idml.methods.adversary import Decorrelation
 from idml.methods.base import Task
@@ -179,6 +180,12 @@ class Diva(MetricMethod):
         mixed = torch.cat([seen.mixed, seen.mixed])
         return Batch(torch.cat([seen.images, views]), LabelSets.cat([seen.labels, seen.labels]), mixed, seen.lam)
 
+    def warn(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Whether the third slice learned nothing."""
+        idle = bool(rows) and not any(row["loss_intra"] for row in rows) and self.options.task_weight > 0
+        told = "no batch had three images of one class, the slice intra learned nothing: per_class must be at least 3"
+        return [*super().warn(rows), *([told] if idle else [])]
+
     # ---- the network and the queue of the keys ----
 
     @torch.no_grad()
@@ -221,6 +228,11 @@ class Diva(MetricMethod):
     def embedding(self, outputs: Embeddings) -> Embeddings:
         """All slices, normalised one by one."""
         return Embeddings(unit_slices(outputs.semantic, len(SLICES)), outputs.uncertainty)
+
+    def compared(self, outputs: Embeddings, batch: Batch) -> list[tuple[MetricLoss, Embeddings]]:
+        """The slice of the classes; second views are not compared."""
+        seen = outputs[: len(batch.labels) // 2][~batch.mixed[: len(batch.labels) // 2]]
+        return [(self.metric_loss, Embeddings(seen.semantic[:, : self.size], seen.uncertainty))]
 
     def loss(self, embeddings: Embeddings, batch: Batch, numbers: Tensor, seed: int) -> dict[str, Tensor]:
         """The four tasks, the adversaries, and the ranking of ‖u‖."""

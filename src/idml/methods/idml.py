@@ -69,7 +69,8 @@ class Idml(Method):
 
     def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
         """The mean weight of the originals in the loss, and that of the mixtures."""
-        return measure_weights(self.metric_loss, embeddings, batch)
+        against_clean = self.options.mixtures.mixing == "against-clean"
+        return measure_weights(self.metric_loss, embeddings, batch, against_clean=against_clean)
 
     def warn(self, rows: list[dict[str, Any]]) -> list[str]:
         """Whether the uncertainty says nothing."""

@@ -15,7 +15,7 @@ from idml.losses import LOSSES, MetricLoss, ProxyLoss
 from idml.methods.base import Method, Task
 from idml.methods.options import check_number, check_types
 from idml.methods.taught_u import TeachingOptions
-from idml.metric import IntrospectiveMetric
+from idml.metric import FORMS, IntrospectiveMetric
 
 COLLAPSED = 1e-3  # a mean ‖u‖ below this leaves the plain metric
 INFLATED = 0.8, 0.1  # a mean weight below the first and a spread below the second: u is large for every image alike
@@ -44,6 +44,7 @@ class MetricOptions:
         check_number("gamma", self.gamma, at_least=0)
         if self.fit and self.rule != "similar":
             raise ValueError(f"fit needs the rule similar: there is no mean weight to divide by with {self.rule}")
+        _ = self.metric  # it refuses what its rule does not have
 
     @property
     def metric(self) -> IntrospectiveMetric:
@@ -55,19 +56,28 @@ class MetricOptions:
         return task.build_loss(self.metric, **({"proxy_uncertainty": True} if self.proxy_uncertainty else {}))
 
     def check(self, loss: str) -> None:
-        """Raise ``ValueError`` where proxies should get an uncertainty and the loss has none."""
+        """Raise ``ValueError`` for a rule that the loss cannot read, or proxies that it does not have."""
+        known = LOSSES.get(loss)
+        if known is not None and known.form not in FORMS[self.rule]:
+            raise ValueError(f"rule {self.rule} has no {known.form}s, which {loss} compares: use a loss of cosines")
         if self.proxy_uncertainty and not issubclass(LOSSES.get(loss, ProxyLoss), ProxyLoss):
             raise ValueError(f"proxy_uncertainty is for losses with proxies: {loss} has none")
 
 
 @torch.no_grad()
-def measure_weights(loss: MetricLoss, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
+def measure_weights(
+    loss: MetricLoss, embeddings: Embeddings, batch: Batch, *, against_clean: bool = False
+) -> dict[str, float]:
     """The mean weight that the loss applied: over pairs of images, or over images and proxies, by its own rule.
 
-    ``weight`` is that of the original images, ``weight_mixed`` that of the mixtures.
+    ``weight`` is that of the original images with each other, ``weight_mixed`` that of the mixtures with each other, or
+    with the originals (``against_clean``).
     """
-    parts = {"weight": embeddings[~batch.mixed].detach(), "weight_mixed": embeddings[batch.mixed].detach()}
-    return {name: loss.mean_weight(part) for name, part in parts.items() if len(part)}
+    originals, mixtures = embeddings[~batch.mixed].detach(), embeddings[batch.mixed].detach()
+    weights = {"weight": loss.mean_weight(originals)}
+    if len(mixtures):
+        weights["weight_mixed"] = loss.mean_weight(mixtures, originals if against_clean else None)
+    return weights
 
 
 def warn_of_uninformative_u(rows: list[dict[str, Any]]) -> list[str]:

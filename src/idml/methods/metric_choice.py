@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from idml.data.augment import MIXTURES, Batch
 from idml.embeddings import Embeddings
@@ -69,6 +69,9 @@ class MetricMethod(Method):
     `embedding` says which embedding at test the outputs of the model stand for.
     """
 
+    metric_loss: Any
+    """The loss of the run, or a ``ModuleList`` with one for each slice."""
+
     @classmethod
     def check_options(cls, options: Any, *, train: str, loss: str) -> None:
         """Proxies must exist to get an uncertainty."""
@@ -95,15 +98,25 @@ class MetricMethod(Method):
         terms: dict[str, Tensor] = self.options.choice.teaching.terms(self.embedding(outputs), originals)
         return terms
 
+    def compared(self, outputs: Embeddings, batch: Batch) -> list[tuple[MetricLoss, Embeddings]]:
+        """The losses that compare by the metric of the run, each with the original images as it reads them.
+
+        A `metric_loss` for each slice reads its slice, with the u that all slices share.
+        """
+        whole = self.embedding(outputs)[~batch.mixed]
+        if not isinstance(self.metric_loss, nn.ModuleList):
+            return [(self.metric_loss, whole)]
+        losses: list[Any] = list(self.metric_loss)
+        parts = whole.semantic.unflatten(1, (len(losses), -1)).unbind(dim=1)
+        return [(loss, Embeddings(s, whole.uncertainty)) for loss, s in zip(losses, parts, strict=True)]
+
     @torch.no_grad()
     def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
-        """With the introspective metric, the mean weight of pairs of original images."""
-        originals, choice = self.embedding(embeddings)[~batch.mixed], self.options.choice
-        n = len(originals)
-        if not choice.introspective or n < 2:
+        """With the introspective metric, the mean weight that it gives to original images in the loss."""
+        if not self.options.choice.introspective:
             return {}
-        weights = choice.metric.weights(originals)
-        return {"weight": float((weights.sum() - weights.diagonal().sum()) / (n * (n - 1)))}
+        weights = [loss.mean_weight(images) for loss, images in self.compared(embeddings, batch)]
+        return {"weight": sum(weights) / len(weights)}
 
     def warn(self, rows: list[dict[str, Any]]) -> list[str]:
         """Whether the uncertainty says nothing, with the introspective metric."""

@@ -24,6 +24,7 @@ from idml.data.augment import Batch
 from idml.data.sampling import class_batches, random_stream
 from idml.embeddings import Embeddings, unit_rows
 from idml.labels import LabelSets
+from idml.losses import MetricLoss
 from idml.methods.adversary import Decorrelation
 from idml.methods.base import Task
 from idml.methods.clusters import cluster_images
@@ -112,6 +113,11 @@ class Mic(MetricMethod):
     def embedding(self, outputs: Embeddings) -> Embeddings:
         """The head of the classes."""
         return Embeddings(outputs.semantic[:, : self.task.embedding_dim], outputs.uncertainty)
+
+    def compared(self, outputs: Embeddings, batch: Batch) -> list[tuple[MetricLoss, Embeddings]]:
+        """The images that are drawn by class."""
+        ((loss, originals),) = super().compared(outputs, batch)
+        return [(loss, originals[: len(originals) // 2])]
 
     def start_epoch(self, epoch: int, embed: Callable[[], tuple[Tensor, Embeddings]]) -> None:
         """Cluster the images."""

@@ -298,7 +298,8 @@ def _split_network(network: nn.Module) -> tuple[list[nn.Module], list[nn.Module]
     if isinstance(network, EfficientNet) and len(n.blocks) > 2:
         return [n.conv_stem, n.bn1, *n.blocks[:-4]], [*n.blocks[-4:-2]], [*n.blocks[-2:], n.conv_head, n.bn2]
     raise ValueError(
-        f"the last stage of {type(network).__name__} is not known; --train last is for ResNets and EfficientNets"
+        f"the last stage of {type(network).__name__} is not known: --train last and methods with branches in the trunk "
+        f"are for ResNets, EfficientNets and {SMALL}"
     )
 
 

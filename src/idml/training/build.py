@@ -17,9 +17,8 @@ from idml.training.config import TrainConfig
 # ---- model and method ----
 
 
-def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Method]:
-    """A new model and the method that trains it on images with these ``labels`` [n] of ``classes`` classes."""
-    kind = find_method(config.method)
+def build_method(config: TrainConfig, labels: Tensor, classes: int) -> Method:
+    """The method of a run, without its model."""
     task = Task(
         loss=config.loss,
         classes=classes,
@@ -32,14 +31,19 @@ def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Met
         epochs=config.epochs,
         train=config.train,
     )
-    method = kind(config.method_options, task)
+    return find_method(config.method)(config.method_options, task)
+
+
+def build(config: TrainConfig, labels: Tensor, classes: int) -> tuple[Model, Method]:
+    """A new model and the method that trains it on images with these ``labels`` [n] of ``classes`` classes."""
+    method = build_method(config, labels, classes)
     model = build_model(
         config.trunk,
         pretrained=config.pretrained,
         weights=config.weights,
         embedding_dim=config.embedding_dim,
         image_size=config.image_size,
-        **kind.model_options(config.method_options),
+        **method.model_options(config.method_options),
     )
     if config.starts_from_weights and not config.pca:
         start_at_random(model, random_stream("semantic head", config.seed))

@@ -5,6 +5,7 @@ from typing import Any
 
 from idml.data.datasets import hold_out, load_dataset
 from idml.model.backbones import check_trunk, read_weights
+from idml.training.build import build_method
 from idml.training.checkpoint import check_free
 from idml.training.config import TrainConfig, fit_batch_size, to_dict
 
@@ -12,7 +13,8 @@ from idml.training.config import TrainConfig, fit_batch_size, to_dict
 def plan_run(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     """Return the options of a run, the images and classes of its data set, and ``words`` to show.
 
-    A trunk, a file of weights or a data set that is not there is an error of one line. Nothing is written.
+    A trunk, a file of weights or a data set that is not there is an error of one line. So is an option of the method or
+    a parameter of the loss that cannot be. Nothing is written.
     """
     check_free(Path(config.out), resume=resume)
     check_trunk(config.trunk)
@@ -21,6 +23,7 @@ def plan_run(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     dataset = load_dataset(config.data, split=config.split, strict=config.strict_data)
     seen, held_out = hold_out(dataset.train, config.holdout)
     config = fit_batch_size(config, seen.labels)
+    build_method(config, seen.labels, len(seen.classes))  # it refuses sizes that do not divide
     parts = {"train": seen, "held out": held_out, "test": dataset.test, "gallery": dataset.gallery}
     counts = {
         name: {"images": len(images), "classes": len(images.classes)}
