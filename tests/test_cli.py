@@ -175,6 +175,9 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(few_glyphs, tmp_path, 
 def test_a_run_without_a_checkpoint_is_continued_at_its_beginning(few_glyphs, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     command = ["train", "--data", "glyphs", "--out", str(tmp_path / "run"), "--resume", "--dry-run"]
+    assert cli.main(command) == 2  # what a refused run leaves is no run
+    assert "there is no run" in capsys.readouterr().err
+    (tmp_path / "run" / "config.yaml").touch()
     assert cli.main(command) == 0
     assert "run has no checkpoint: the run starts at its beginning" in capsys.readouterr().err
 

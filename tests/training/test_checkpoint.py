@@ -263,6 +263,9 @@ def test_what_can_be_resumed_and_what_would_be_overwritten(tmp_path):
     check_free(run, resume=False)
     (run / "checkpoints").mkdir(parents=True)
     check_free(run, resume=False)
+    with pytest.raises(ValueError, match="there is no run"):  # what a refused run leaves
+        check_resumable(run, notes.append)
+    (run / "config.yaml").touch()
     check_resumable(run, notes.append)
     assert notes == [f"{run} has no checkpoint: the run starts at its beginning"]
     check_resumable(run)

@@ -108,10 +108,14 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def check_resumable(run: Path, note: Note = silent) -> None:
-    """Raise ``ValueError`` if there is no run to continue; a run without a checkpoint gets a note."""
-    if not run.is_dir():
+    """Raise ``ValueError`` if there is no run to continue; a run without a checkpoint gets a note.
+
+    A run begins when its config.yaml is written: a refused one leaves a folder without it.
+    """
+    begun = (run / "checkpoints" / "last.safetensors").exists()
+    if not begun and not (run / "config.yaml").exists():
         raise ValueError(f"there is no run {str(run)!r} to continue; leave out --resume to start one")
-    if not (run / "checkpoints" / "last.safetensors").exists():
+    if not begun:
         note(f"{run} has no checkpoint: the run starts at its beginning")
 
 
