@@ -127,7 +127,7 @@ def test_two_classes(run):
     index(run, "two")
     status, out, _ = run("calibrate g-two")
     assert status == 0
-    assert "cannot promise at most 5 % wrong answers here: 1 classes were counted" in out
+    assert "cannot promise at most 5 % wrong matches here: 1 class was counted" in out
     (reply,) = replies(run("search g-two two/c01/1-5.png -k 1 --json"))
     assert (reply["calibrated"], reply["promised"]) == (True, False)
     refuse(run(f"train --data folder:two --out r {SMALL_RUN}"), "a batch needs 120 images, but there are 30: choose")
@@ -185,7 +185,7 @@ def test_one_class(run):
     assert run("calibrate g-class --unknown 0")[0] == 0
     (reply,) = replies(run("search g-class class/c00/0-1.png --json"))
     assert (reply["calibrated"], reply["state"]) == (True, "unsure")
-    assert reply["reason"].startswith("cannot promise at most 5 % wrong answers here: there are 30 calibration queries")
+    assert reply["reason"].startswith("cannot promise at most 5 % wrong matches here: there are 30 calibration queries")
 
 
 def test_all_images_equal(run):
@@ -283,7 +283,7 @@ def test_the_largest_and_smallest_share(run):
 def test_a_rate_that_cannot_be_promised(run):
     (reply,) = replies(run("search ordinary photos/c00/0-0.png --max-error 0.001 --json"))
     assert (reply["state"], reply["promised"]) == ("unsure", False)
-    assert reply["reason"].startswith("cannot promise at most 0.1 % wrong answers here: ")
+    assert reply["reason"].startswith("cannot promise at most 0.1 % wrong matches here: ")
     for rate in ("0", "1", "-0.1", "nan", "much", "1e-12"):
         words = "invalid float value" if rate == "much" else "max_error must be"
         refuse(run(f"search ordinary photos/c00/0-0.png --max-error={rate}"), words)

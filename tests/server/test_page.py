@@ -373,7 +373,7 @@ class TestPromises:
     def test_the_page_never_raises_the_accepted_error(self, service, visit, expect):
         """5 % stays, though only 10 % can be promised; without 5 %, the next lower rate is taken."""
         before = service.gallery()["promises"]
-        refused = {"possible": False, "threshold": None, "reason": "cannot promise at most 5 % wrong answers here: no"}
+        refused = {"possible": False, "threshold": None, "reason": "cannot promise at most 5 % wrong matches here: no"}
         service.later = {"promises": [{**each, **refused} if each["max_error"] < 0.1 else each for each in before]}
         page = visit(service.url)
         expect(page.locator("#wished")).to_have_text("at most 5 %")
@@ -389,7 +389,7 @@ class TestPromises:
         ask(page)
         page.get_by_label("Wrong matches I accept").fill("0")
         expect(page.locator("#promise")).to_have_text(
-            "Cannot promise at most 1 % wrong answers here: "
+            "Cannot promise at most 1 % wrong matches here: "
             "there are 100 calibration queries, at least 384 are needed. "
             "Nothing is called a match. The smallest rate that can be promised here is 5 %."
         )

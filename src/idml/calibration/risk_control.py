@@ -237,7 +237,7 @@ class ThresholdCounts:
             pilot,
         )
 
-    def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong answers") -> RiskGuarantee:
+    def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong matches") -> RiskGuarantee:
         """Find the lowest threshold at which at most ``max_error`` of the answers are wrong, see the head of this file.
 
         The guarantee holds for each ``max_error`` by itself, if that is chosen without looking at this sample.
@@ -246,7 +246,7 @@ class ThresholdCounts:
         >>> counts.find_guarantee(0.05, 0.9).threshold
         0.9
         >>> counts.find_guarantee(0.01, 0.9).reason
-        'cannot promise at most 1 % wrong answers here: there are 100 calibration queries, at least 384 are needed'
+        'cannot promise at most 1 % wrong matches here: there are 100 calibration queries, at least 384 are needed'
         """
         level = 1 - check_rate("confidence", confidence)
         starts = self._choose_starts(check_rate("max_error", max_error))
@@ -259,8 +259,9 @@ class ThresholdCounts:
             reason = f"cannot promise at most {100 * max_error:.3g} % {what} here: "
             if moments is not None and 0 < moments.clusters < FEWEST_CLUSTERS:
                 reason += (
-                    f"{moments.clusters} classes were counted, at least {FEWEST_CLUSTERS} are needed to know about "
-                    "queries of unknown classes (without such queries: --unknown 0)"
+                    f"{moments.clusters} class{'es were' if moments.clusters > 1 else ' was'} counted, at least "
+                    f"{FEWEST_CLUSTERS} are needed to know about queries of unknown classes (without such queries: "
+                    "--unknown 0)"
                 )
             elif self.total < needed:
                 reason += f"there are {self.total} calibration queries, at least {needed} are needed"

@@ -240,11 +240,12 @@ class Calibration:
         every = torch.arange(n)
         if grouping is not None:
             used, every = (draw_mixture(rows, known, share, seed) for rows in (used, every))
+        counted = held[known[held]] if grouping is not None and share == 0 else held  # else they would have no weight
         theirs = None if groups is None else groups[used]
         confidence_model = ConfidenceModel.fit(
             evidence[used], correct[used], labelled=labelled, groups=theirs, seed=seed
         )
-        p, p_fit = confidence_model.probability(evidence[held]), confidence_model.probability(evidence[used])
+        p, p_fit = confidence_model.probability(evidence[counted]), confidence_model.probability(evidence[used])
         thresholds, starts = candidate_thresholds(p_fit)
         moments = pilot = None  # a bound that is exact has no pilot: it holds for each ε by itself
         if grouping is not None and groups is not None:
@@ -258,14 +259,14 @@ class Calibration:
                     groups=groups[rows],
                     known_by_image=grouping.known_by_image,
                 )
-                for their_p, rows in ((p, held), (p_fit, used))
+                for their_p, rows in ((p, counted), (p_fit, used))
             )
         score = _choose_novelty_score(confidence_model, evidence[used], known[used])
         reference = _novelty_score(confidence_model, score, evidence[held])[known[held]]
         chosen = torch.randperm(len(reference), generator=torch.Generator().manual_seed(seed))[:_REFERENCE]
         sets = None
         if same_class is not None:
-            sets = _fit_sets(p[known[held]], same_class[held[known[held]]], same_class[used[known[used]]])
+            sets = _fit_sets(p[known[counted]], same_class[held[known[held]]], same_class[used[known[used]]])
         curve = None
         if distances is not None and same_class is not None:
             curve = MatchCurve.fit(distances[used], same_class[used])
@@ -278,7 +279,7 @@ class Calibration:
             labelled=labelled,
             unknown=share,
             confidence_model=confidence_model,
-            counts=ThresholdCounts.of(p, correct[held], thresholds, starts, moments, pilot if by_group else None),
+            counts=ThresholdCounts.of(p, correct[counted], thresholds, starts, moments, pilot if by_group else None),
             bins=tuple(reliability_bins(p_shown, correct[shown])) if len(shown) else (),
             novelty_score=score,
             novelty_reference=tuple(reference[chosen].sort().values.tolist()),

@@ -54,6 +54,7 @@ Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Itera
 _LEAST, _MOST, _PAIRS = 4000, 20_000, 4e8  # of images that are queries; of queries × images of the gallery
 ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
 _QUERIES = 50  # the smallest number that can be fitted
+_UNKNOWN_CLASSES = 3 * FEWEST_CLUSTERS  # about half are counted; then these are enough in 499 of 500 splits
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
 
 
@@ -348,7 +349,7 @@ def _user_queries(source: GallerySource, folder: Path, unknown: float) -> Calibr
         f"{len(files):,} images in {folder.name}, {int((~found.known).sum()):,} of them of {outside:,} unknown classes"
     )
     parts = [found]
-    if unknown > 0 and outside < FEWEST_CLUSTERS and len(source.names) > 1:
+    if unknown > 0 and outside < _UNKNOWN_CLASSES and len(source.names) > 1:
         known = found.known.nonzero().flatten()
         if len(known):
             parts.append(pool.search_without_own(listed=LISTED)[known])
