@@ -91,7 +91,7 @@ GLYPHS = ["train", "--data", "glyphs", "--out", "x"]
         (["completion", "cmd"], "unknown shell 'cmd' (one of bash, zsh, fish, tcsh)"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train"], "the option 'data' is missing"),
-        (["train", "--data", "glyphs", "--out", "x", "--epochs", "many"], "invalid int value: 'many'"),
+        (["train", "--data", "glyphs", "--out", "x", "--epochs", "many"], "--epochs needs a whole number, got 'many'"),
         (["train", "--data", "glyphs", "--out", "x", "--epochs", "0"], "epochs must be a whole number of at least 1"),
         (["train", "--data", "cup:x", "--out", "x"], "cup"),
         (["train", "--data", "folder:/nowhere/at/all", "--out", "x"], "nowhere"),

@@ -171,6 +171,7 @@ def test_no_image(run):
     refuse(run("index none --to g-none --model run"), "contains no image")
     draw("one", 1, 1)
     index(run, "one")
+    assert "next: " not in run("index one --to g-one")[1]  # one image cannot be calibrated
     (item,) = json.loads(run("gallery list g-one --json")[1])["items"]
     assert run(f"gallery remove g-one {item['id']}")[0] == 0
     refuse(run("calibrate g-one"), "has no image")
@@ -226,7 +227,7 @@ def test_queries_that_are_no_images(run):
         ("letter.jpg", "it is none of JPEG, PNG"),
         ("cut.heic", "this HEIF file is damaged"),
         ("empty.png", "it is none of JPEG, PNG"),
-        ("photos", "Is a directory"),
+        ("photos", "'photos' is a folder: name image files"),
         ("absent.png", "there is no image 'absent.png'"),
     ):
         refuse(run(f"search ordinary photos/c00/0-0.png {name}"), words)
@@ -258,7 +259,11 @@ def test_a_calibration_of_an_older_version(run):
 def test_a_calibration_of_the_gallery_as_it_was(run):
     shutil.copytree("photos", "more")
     draw("more", 30, 20)
-    assert run("index more --to ordinary")[0] == 0
+    status, out, _ = run("index more --to ordinary")
+    assert (status, out.splitlines()[-1]) == (0, "next: idml calibrate ordinary")
+    lines = run("gallery info ordinary")[1].splitlines()
+    void = "the gallery is 250 % larger than at calibration: nothing is promised until you calibrate again"
+    assert f"{void} (idml calibrate)" in lines
     (reply,) = replies(run("search ordinary photos/c00/0-0.png --json"))
     assert (reply["calibrated"], reply["promised"]) == (True, False)
     assert "250 % larger than at calibration" in reply["notes"][0]
@@ -268,7 +273,7 @@ def test_a_calibration_of_the_gallery_as_it_was(run):
 @pytest.mark.parametrize("share", ["-0.1", "0.91", "1", "nan", "inf", "much"])
 def test_shares_of_unknown_queries(run, share):
     before = Path("ordinary/calibration.json").read_bytes()
-    words = "invalid float value: 'much'" if share == "much" else "must be from 0 to 0.9"
+    words = "--unknown needs a number, got 'much'" if share == "much" else "must be from 0 to 0.9"
     refuse(run(f"calibrate ordinary --unknown={share}"), words)
     assert Path("ordinary/calibration.json").read_bytes() == before
 
@@ -285,5 +290,5 @@ def test_a_rate_that_cannot_be_promised(run):
     assert (reply["state"], reply["promised"]) == ("unsure", False)
     assert reply["reason"].startswith("cannot promise at most 0.1 % wrong matches here: ")
     for rate in ("0", "1", "-0.1", "nan", "much", "1e-12"):
-        words = "invalid float value" if rate == "much" else "max_error must be"
+        words = "--max-error needs a number, got 'much'" if rate == "much" else "max_error must be"
         refuse(run(f"search ordinary photos/c00/0-0.png --max-error={rate}"), words)

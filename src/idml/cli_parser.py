@@ -39,7 +39,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line on standard error and exit with status 2."""
-        self.exit(2, f"{self.prog}: {self._unknown_flag() or self._unknown_choice(message) or message}\n")
+        words = self._unknown_flag() or self._unknown_choice(message) or _describe_number(message) or message
+        self.exit(2, f"{self.prog}: {words}\n")
 
     def _unknown_flag(self) -> str:
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -59,6 +60,16 @@ class Parser(argparse.ArgumentParser):
             if found and found[1] in (*names, "/".join(action.option_strings)) and action.choices is not None:
                 return unknown_name(names[0].strip("-").lower(), found[3], list(action.choices))
         return ""
+
+
+def _describe_number(message: str) -> str:
+    """Return the message for a text that is no number; empty for other messages.
+
+    >>> _describe_number("argument --epochs: invalid int value: 'many'")
+    "--epochs needs a whole number, got 'many'"
+    """
+    found = re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message)
+    return found.expand(rf"\1 needs a {'whole ' if found[2] == 'int' else ''}number, got \3") if found else ""
 
 
 SETTINGS: dict[str, Any] = {"formatter_class": HelpFormatter, "allow_abbrev": False}

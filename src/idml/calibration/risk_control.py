@@ -444,17 +444,30 @@ def measure_drift(then: Profile, now: Profile) -> Drift:
     test = ks_2samp(d_then, d_now, method="asymp")  # the exact test warns if it cannot be computed
     distance, p = float(test.statistic), float(test.pvalue)
     reasons = []
-    size = f"the gallery is {100 * abs(ratio - 1):.0f} % {'larger' if ratio > 1 else 'smaller'} than at calibration"
-    if abs(ratio - 1) > GROWTH + 1e-9:
-        reasons.append(size)
+    outgrown = describe_outgrown(then.size, now.size)
+    if outgrown:
+        reasons.append(outgrown)
     if distance >= _SHIFT and p < _CHANCE:
         mean_then, mean_now = (sum(x.nearest) / len(x.nearest) for x in (then, now))
         side = "farther from" if mean_now > mean_then else "nearer to"
         reasons.append(f"its images lie {side} each other than at calibration")
     if reasons:
         return Drift(True, ratio, distance, p, "; ".join(reasons))
-    covered = f"{size}; promises cover {100 * GROWTH:.0f} %" if abs(ratio - 1) >= 0.005 else ""
+    covered = f"{_describe_size(ratio)}; promises cover {100 * GROWTH:.0f} %" if abs(ratio - 1) >= 0.005 else ""
     return Drift(False, ratio, distance, p, covered)
+
+
+def describe_outgrown(then: int, now: int) -> str:
+    """Say that the number of images has changed by more than the guarantees cover; empty if it has not.
+
+    >>> describe_outgrown(100, 130), describe_outgrown(100, 110)
+    ('the gallery is 30 % larger than at calibration', '')
+    """
+    return _describe_size(now / then) if abs(now / then - 1) > GROWTH + 1e-9 else ""
+
+
+def _describe_size(ratio: float) -> str:
+    return f"the gallery is {100 * abs(ratio - 1):.0f} % {'larger' if ratio > 1 else 'smaller'} than at calibration"
 
 
 # -------------------- more unknown queries than calibrated --------------------

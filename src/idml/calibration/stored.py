@@ -368,7 +368,10 @@ class Calibration:
     @classmethod
     def decode(cls, data: bytes, place: str, *, model: str | None = None) -> "Calibration":
         """Read what `encode` wrote; ``place`` says in errors where it came from."""
-        found = decode_record(data, place, cls, kind=_KIND, version=_VERSION)
+        try:
+            found = decode_record(data, place, cls, kind=_KIND, version=_VERSION)
+        except ValueError as error:
+            raise ValueError(f"{error}: calibrate again") from None
         if model is not None and found.model != model:
             raise ValueError(f"{place} belongs to another model ({found.model!r}, not {model!r}): calibrate again")
         return found
@@ -460,13 +463,11 @@ def decode_record(data: bytes, path: str, record: type[T], *, kind: str, version
     try:
         whole = json.loads(data)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is damaged, or not a {kind}: it is not JSON") from None
+        raise ValueError(f"{path} is damaged, or no file of kind {kind!r}: it is not JSON") from None
     if not isinstance(whole, dict) or whole.get("format") != kind:
-        raise ValueError(f"{path} is not a file of kind {kind!r}")
+        raise ValueError(f"{path} is no file of kind {kind!r}")
     if whole.get("version") != version:
-        raise ValueError(
-            f"{path} has version {whole.get('version')!r} of {kind!r}; this program reads {version}: make it again"
-        )
+        raise ValueError(f"{path} has version {whole.get('version')!r} of {kind!r}; this program reads {version}")
     if whole.get("checksum") != _checksum(whole.get("content")):
         raise ValueError(f"{path} is damaged: its checksum does not fit its content")
     try:
