@@ -256,6 +256,15 @@ def test_a_calibration_of_an_older_version(run):
     assert run("calibrate ordinary")[0] == 0
 
 
+def test_a_calibration_of_a_gallery_with_labels(run):
+    id = json.loads(run("gallery list ordinary --json")[1])["items"][0]["id"]
+    assert run(f"gallery label ordinary {id}")[0] == 0  # takes its label away
+    told = "calibrated when its images had labels"
+    assert f"not calibrated: {told} (see idml calibrate)" in run("gallery info ordinary")[1]
+    (reply,) = replies(run("search ordinary photos/c00/0-0.png --json"))
+    assert (reply["calibrated"], reply["notes"][1]) == (False, f"{told}: nothing is promised (see idml calibrate)")
+
+
 def test_a_calibration_of_the_gallery_as_it_was(run):
     shutil.copytree("photos", "more")
     draw("more", 30, 20)

@@ -27,7 +27,8 @@ def describe_gallery(location: Location, engine: Engine, run: Location | None = 
     except ValueError as error:
         reason = str(error)
     if calibration is not None and calibration.labelled != (labelled == len(labels)):
-        calibration, reason = None, f"calibrated when its images had {'' if calibration.labelled else 'no '}labels"
+        reason = f"calibrated when its images had {'' if calibration.labelled else 'no '}labels"
+        calibration = None
     elif calibration is not None and calibration.profile is not None:
         void = describe_outgrown(calibration.profile.size, len(labels))
     return {
