@@ -190,6 +190,9 @@ def test_a_guarantee_says_what_was_counted():
     found = counts.find_guarantee(0.05, 0.9)
     assert (found.threshold, found.answered, found.wrong, found.coverage, found.possible) == (0.5, 80, 1, 0.8, True)
     assert (found.reason, found.share, found.approximate) == ("", None, False)
+    assert found.observed == 1 / 80
+    weighted = ThresholdCounts((0.9, 0.0), (60, 100), (10, 30), 100, (0,), moments_of(50)).find_guarantee(0.05, 0.9)
+    assert (weighted.wrong, weighted.observed) == (10, 0.0)  # the ten are unknown queries, which weigh nothing here
     nothing = RiskGuarantee(0.05, 0.9, None, 0, 45)
     assert (nothing.coverage, nothing.possible) == (0.0, False)
     assert RiskGuarantee(0.05, 0.9, 0.5, 10, 45, 5, share=0.25).coverage == 0.25

@@ -133,6 +133,7 @@ def _summarise_guarantee(calibration: Calibration, error: float) -> dict[str, An
         "coverage": guarantee.coverage,
         "answered": guarantee.answered,
         "wrong": guarantee.wrong,
+        "observed": guarantee.observed if guarantee.possible else None,
         "reason": guarantee.reason,
     }
 

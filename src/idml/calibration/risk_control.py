@@ -150,8 +150,9 @@ class RiskGuarantee:
     Answer if P ≥ ``threshold``: with probability ``confidence`` over the calibration queries, at most ``max_error`` of
     such answers are wrong, among all queries like those. ``answered`` of the ``total`` calibration queries have
     P ≥ threshold, ``wrong`` of these have a wrong answer. With fewer than ``needed`` queries there is no threshold,
-    even if all answers are right. ``share`` is the share of the queries that are answered, if these are weighted. The
-    guarantee is ``approximate`` if it rests on too few classes (`idml.calibration.cluster_bound`).
+    even if all answers are right. ``share`` is the share of the queries that are answered, and ``wrong_share`` that of
+    wrong ones among them, if queries are weighted. The guarantee is ``approximate`` if it rests on too few classes
+    (`idml.calibration.cluster_bound`).
     """
 
     max_error: float
@@ -164,6 +165,7 @@ class RiskGuarantee:
     reason: str = ""
     share: float | None = None
     approximate: bool = False
+    wrong_share: float | None = None
 
     @property
     def possible(self) -> bool:
@@ -176,6 +178,13 @@ class RiskGuarantee:
         if self.share is not None:
             return self.share
         return self.answered / self.total if self.total else 0.0
+
+    @property
+    def observed(self) -> float:
+        """The share of wrong answers among the calibration queries that are answered."""
+        if self.wrong_share is not None:
+            return self.wrong_share
+        return self.wrong / self.answered if self.answered else 0.0
 
 
 @dataclass(frozen=True)
@@ -279,6 +288,7 @@ class ThresholdCounts:
             self.wrong[i],
             share=None if moments is None else moments.answered[i],
             approximate=moments is not None and 0 < moments.clusters < ENOUGH_CLUSTERS,
+            wrong_share=moments.wrong[i] / moments.answered[i] if moments is not None and moments.answered[i] else None,
         )
 
     def _test_thresholds(self, max_error: float, level: float) -> list[bool]:

@@ -120,7 +120,8 @@ def calibrate_gallery(
     if gallery.roots is not None:
         path = gallery.roots.folder / REPORT
         fitted = "P(right) was fitted to half of the classes; the promises come from the other half."
-        intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures), *notes]
+        level = "‖u‖" if any(calibration.percentiles["level"]) else None  # the pretrained trunk has no u
+        intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures, level), *notes]
         write_atomic(path, build_page(f"Calibration of {path.parent.name}", intro, result, {"Figures": figures}))
         result["report"] = str(path)
     return CalibrationResult(result)
