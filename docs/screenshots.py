@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 NAME = "Letters"  # of the collection
 COLLECTED = "ABCDEFGHJKLMNPQRSTUVWXYZabdefghijmnqrty23456789&@#%?!$€£§¶+=<>ΓΔΘΛΞΠΣΦΨΩ"  # none is drawn like another
 UNKNOWN = "Ж"  # not in the collection
-DESKTOP = {"viewport": {"width": 1280, "height": 860}}
+DESKTOP = {"viewport": {"width": 1280, "height": 940}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 LOADED = "[...document.querySelectorAll('img[src]')].every((image) => image.complete)"
 

@@ -127,7 +127,7 @@ def test_two_classes(run):
     index(run, "two")
     status, out, _ = run("calibrate g-two")
     assert status == 0
-    assert "cannot promise at most 5 % wrong answers here: 1 classes were counted" in out
+    assert "cannot promise at most 5 % wrong matches here: 1 class was counted" in out
     (reply,) = replies(run("search g-two two/c01/1-5.png -k 1 --json"))
     assert (reply["calibrated"], reply["promised"]) == (True, False)
     refuse(run(f"train --data folder:two --out r {SMALL_RUN}"), "a batch needs 120 images, but there are 30: choose")
@@ -171,6 +171,7 @@ def test_no_image(run):
     refuse(run("index none --to g-none --model run"), "contains no image")
     draw("one", 1, 1)
     index(run, "one")
+    assert "next: " not in run("index one --to g-one")[1]  # one image cannot be calibrated
     (item,) = json.loads(run("gallery list g-one --json")[1])["items"]
     assert run(f"gallery remove g-one {item['id']}")[0] == 0
     refuse(run("calibrate g-one"), "has no image")
@@ -185,7 +186,7 @@ def test_one_class(run):
     assert run("calibrate g-class --unknown 0")[0] == 0
     (reply,) = replies(run("search g-class class/c00/0-1.png --json"))
     assert (reply["calibrated"], reply["state"]) == (True, "unsure")
-    assert reply["reason"].startswith("cannot promise at most 5 % wrong answers here: there are 30 calibration queries")
+    assert reply["reason"].startswith("cannot promise at most 5 % wrong matches here: there are 30 calibration queries")
 
 
 def test_all_images_equal(run):
@@ -226,7 +227,7 @@ def test_queries_that_are_no_images(run):
         ("letter.jpg", "it is none of JPEG, PNG"),
         ("cut.heic", "this HEIF file is damaged"),
         ("empty.png", "it is none of JPEG, PNG"),
-        ("photos", "Is a directory"),
+        ("photos", "'photos' is a folder: name image files"),
         ("absent.png", "there is no image 'absent.png'"),
     ):
         refuse(run(f"search ordinary photos/c00/0-0.png {name}"), words)
@@ -255,10 +256,23 @@ def test_a_calibration_of_an_older_version(run):
     assert run("calibrate ordinary")[0] == 0
 
 
+def test_a_calibration_of_a_gallery_with_labels(run):
+    id = json.loads(run("gallery list ordinary --json")[1])["items"][0]["id"]
+    assert run(f"gallery label ordinary {id}")[0] == 0  # takes its label away
+    told = "calibrated when its images had labels"
+    assert f"not calibrated: {told} (see idml calibrate)" in run("gallery info ordinary")[1]
+    (reply,) = replies(run("search ordinary photos/c00/0-0.png --json"))
+    assert (reply["calibrated"], reply["notes"][1]) == (False, f"{told}: nothing is promised (see idml calibrate)")
+
+
 def test_a_calibration_of_the_gallery_as_it_was(run):
     shutil.copytree("photos", "more")
     draw("more", 30, 20)
-    assert run("index more --to ordinary")[0] == 0
+    status, out, _ = run("index more --to ordinary")
+    assert (status, out.splitlines()[-1]) == (0, "next: idml calibrate ordinary")
+    lines = run("gallery info ordinary")[1].splitlines()
+    void = "the gallery is 250 % larger than at calibration: nothing is promised until you calibrate again"
+    assert f"{void} (idml calibrate)" in lines
     (reply,) = replies(run("search ordinary photos/c00/0-0.png --json"))
     assert (reply["calibrated"], reply["promised"]) == (True, False)
     assert "250 % larger than at calibration" in reply["notes"][0]
@@ -283,7 +297,7 @@ def test_the_largest_and_smallest_share(run):
 def test_a_rate_that_cannot_be_promised(run):
     (reply,) = replies(run("search ordinary photos/c00/0-0.png --max-error 0.001 --json"))
     assert (reply["state"], reply["promised"]) == ("unsure", False)
-    assert reply["reason"].startswith("cannot promise at most 0.1 % wrong answers here: ")
+    assert reply["reason"].startswith("cannot promise at most 0.1 % wrong matches here: ")
     for rate in ("0", "1", "-0.1", "nan", "much", "1e-12"):
         words = "--max-error takes a number" if rate == "much" else "max_error must be"
         refuse(run(f"search ordinary photos/c00/0-0.png --max-error={rate}"), words)

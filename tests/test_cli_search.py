@@ -39,7 +39,10 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def run(place, tmp_path, monkeypatch, capsys):
-    """Runs a command in a folder of its own; its exit status, its standard output and the last line of the other."""
+    """Runs a command in a folder of its own; its exit status, its standard output and the last line of the other.
+
+    ``notes`` has all lines of the other.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("run", "photos"):
         Path(name).symlink_to(place / name)
@@ -52,6 +55,7 @@ def run(place, tmp_path, monkeypatch, capsys):
             status = stop.code
         said = capsys.readouterr()
         assert "Traceback" not in said.err
+        call.notes = said.err.splitlines()
         return status, said.out, said.err.splitlines()[-1:]
 
     return call
@@ -150,6 +154,10 @@ def test_judgements_are_kept_shown_used_and_deleted(run):
     query = "photos/c05/3.png"
     assert "nobody has judged" in run("gallery", "feedback", "calibrated")[1]
     run("search", "calibrated", query, "--feedback", "right")
+    assert run.notes[-2:] == [
+        f"kept about {query}: it shows 'c05'",
+        "'idml gallery feedback calibrated' shows and deletes judgements",
+    ]
     status, _, (line,) = run("search", "calibrated", query, "--feedback", "wrong", "--label", "c05")
     assert (status, line) == (2, "idml search: the answer 'c05' cannot be wrong if it is the right label")
     run("search", "calibrated", query, "--feedback", "wrong", "--label", "new thing")
@@ -161,7 +169,16 @@ def test_judgements_are_kept_shown_used_and_deleted(run):
     before = result_of(run("calibrate", "calibrated", "--json", "--unknown", "0.3"))
     assert before["queries"].endswith("2 answers that people judged")
     assert result_of(run("gallery", "feedback", "calibrated", kept[0]["id"], "--delete", "--json")) == {"deleted": 1}
+    status, out, (line,) = run("gallery", "feedback", "calibrated", kept[0]["id"], "--delete")
+    assert (status, out) == (2, "0 judgements deleted\n")
+    assert line.startswith(f"idml gallery: there is no judgement '{kept[0]['id']}'")
     assert result_of(run("gallery", "feedback", "calibrated", "--delete", "--json")) == {"deleted": 1}
+    run("search", "calibrated", query, "--feedback", "wrong")
+    assert run.notes[-3:-1] == [
+        f"kept about {query}: it does not show 'c05'",
+        "the next calibration can use this only if --label says what is shown",
+    ]
+    run("gallery", "feedback", "calibrated", "--delete")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +192,10 @@ def test_judgements_are_kept_shown_used_and_deleted(run):
         ("calibrate calibrated --queries broken", "cannot read the image"),
         ("calibrate calibrated --queries few", "needs 50 queries with a right answer, there are 0"),
         ("search g few/c0/0.png --label x", "use it with --feedback wrong"),
+        ("gallery list g c0", "unexpected argument 'c0': 'idml gallery list' is about the whole gallery"),
+        ("gallery remove g c0 --label x", "--label goes with the action label, not with remove"),
+        ("gallery remove g c0 --delete", "--delete deletes judgements, with the action feedback, not with remove"),
+        ("gallery feedback g c0", "to delete these judgements, add --delete"),
         ("index photos --model nowhere --to new", "there is no model at nowhere"),
         ("index nowhere --model run --to new", "there is no folder 'nowhere'"),
         ("index empty --model run --to new", "the folder 'empty' contains no image (.jpg, "),

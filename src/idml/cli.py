@@ -471,14 +471,14 @@ def _index(options: argparse.Namespace) -> int:
         done = index_folder(gallery, Path(options.images), progress=counter, note=display.note)
         if options.maps:
             maps = add_maps(gallery, progress=image_counter(display.report, "mapped"), note=display.note)
-        items, calibrated = len(gallery), gallery.calibration is not None
+        items, promising = len(gallery), gallery.calibration is not None and not gallery.outgrown
     words = ", ".join(f"{value:,} {name}" for name, value in asdict(done).items())
     result = {**asdict(done), "items": items, "gallery": options.to}
     lines = [f"{options.to}: {words}; {items:,} images in all"]
     if maps is not None:
         result["maps"] = maps
         lines.append(f"{maps:,} new position maps")
-    if not calibrated:
+    if items > 1 and not promising:
         lines.append(f"next: idml calibrate {options.to}")
     _print_result(result, options.json, lines)
     return 0
@@ -530,6 +530,7 @@ def _gallery(options: argparse.Namespace) -> int:
     from idml.search.gallery import Gallery, open_engine
 
     action, place, run = options.action, options.place, _chosen_model(options)
+    _check_action(options)
     if action in ("remove", "label"):
         if not options.ids:
             raise ValueError(f"name the items to {action}; 'idml gallery list {place}' shows their ids")
@@ -547,7 +548,7 @@ def _gallery(options: argparse.Namespace) -> int:
         return 2 if missing else 0
     with open_engine(place, run=run, write=action == "compact") as engine:
         if action == "feedback":
-            _show_feedback(options, engine.properties)
+            return _show_feedback(options, engine.properties)
         elif action == "info":
             from idml.search.info import describe_gallery, describe_words
 
@@ -580,20 +581,39 @@ def _gallery(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_feedback(options: argparse.Namespace, properties: Any) -> None:
+def _check_action(options: argparse.Namespace) -> None:
+    """Refuse what an action would ignore."""
+    action = options.action
+    if options.ids and action not in ("remove", "label", "backup", "feedback"):
+        raise ValueError(f"unexpected argument {options.ids[0]!r}: 'idml gallery {action}' is about the whole gallery")
+    if options.label is not None and action != "label":
+        raise ValueError(f"--label goes with the action label, not with {action}")
+    if options.delete and action != "feedback":
+        raise ValueError(f"--delete deletes judgements, with the action feedback, not with {action}")
+    if action == "feedback" and options.ids and not options.delete:
+        raise ValueError("to delete these judgements, add --delete; without names, all are shown")
+
+
+def _show_feedback(options: argparse.Namespace, properties: Any) -> int:
     from idml.search.feedback import delete_feedback, read_feedback
 
+    place, judged = options.place, read_feedback(options.place, properties)
     if options.delete:
-        deleted = delete_feedback(options.place, properties, options.ids or None)
+        missing = [id for id in options.ids if id not in {one.id for one in judged}]
+        deleted = delete_feedback(place, properties, options.ids or None)
         _print_result({"deleted": deleted}, options.json, [f"{deleted:,} judgements deleted"])
-        return
-    judged = read_feedback(options.place, properties)
+        if missing:
+            _print_note(
+                f"idml gallery: there is no judgement {missing[0]!r}; 'idml gallery feedback {place}' shows all"
+            )
+        return 2 if missing else 0
     rows = [{"id": f.id, "query": f.query, "right": f.right, "found": f.found, "label": f.label} for f in judged]
     lines = [
         f"{f.id}  {'right' if f.right else 'wrong'}  found {f.found or '-'}, is {f.label or '?'}  {f.query!r}"
         for f in judged
     ]
     _print_result({"feedback": rows}, options.json, lines or ["nobody has judged an answer yet"])
+    return 0
 
 
 # -------------------- search, serve --------------------
@@ -664,17 +684,27 @@ def _search(options: argparse.Namespace) -> int:
 def _keep_feedback(options: argparse.Namespace, gallery: Any, queries: Any, replies: list[Any]) -> None:
     from idml.search.feedback import add_feedback
 
+    right, status = options.feedback == "right", gallery.status()
     for i, (path, reply) in enumerate(zip(options.images, replies, strict=True)):
+        found = reply.results[0].label if reply.results else None
         add_feedback(
             gallery.location,
             gallery.engine.properties,
             queries[[i]],
             query=Path(path).name,
-            right=options.feedback == "right",
-            found=reply.results[0].label if reply.results else None,
+            right=right,
+            found=found,
             label=options.label,
         )
-    _print_note(f"kept: {len(replies)} {options.feedback}; 'idml gallery feedback {options.place}' shows all")
+        if found is not None:  # what was judged is the first result, not the answer: say what that means
+            shown = found if right else options.label
+            words = f"it does not show {found!r}" if shown is None else f"it shows {shown!r}"
+            _print_note(f"kept about {path}: {words}")
+    if status.labelled < status.items:
+        _print_note("a calibration uses judgements only if every image of the gallery has a label")
+    elif not right and options.label is None:
+        _print_note("the next calibration can use this only if --label says what is shown")
+    _print_note(f"'idml gallery feedback {options.place}' shows and deletes judgements")
 
 
 def _add_serve(commands: Any) -> None:

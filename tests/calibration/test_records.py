@@ -24,8 +24,8 @@ def test_a_record_is_read_back():
     ("old", "new", "message"),
     [
         ('"a"', '"b"', "its checksum does not fit"),
-        ('"test"', '"other"', "not a file of kind 'test'"),
-        ('"version": 1', '"version": 2', "has version 2 of 'test'; this program reads 1: make it again"),
+        ('"test"', '"other"', "is no file of kind 'test'"),
+        ('"version": 1', '"version": 2', "has version 2 of 'test'; this program reads 1$"),
         ("{", "", "it is not JSON"),
     ],
 )

@@ -162,7 +162,7 @@ def test_reasons_in_full():
     promise = counts.find_guarantee(0.01, 0.9)
     assert promise == RiskGuarantee(
         0.01, 0.9, None, 100, 374,
-        reason="cannot promise at most 1 % wrong answers here: "
+        reason="cannot promise at most 1 % wrong matches here: "
         "there are 100 calibration queries, at least 374 are needed",
     )  # fmt: skip
     assert promise.needed == math.ceil(fewest_queries(0.01, 0.05) / 0.8)  # δ/2 for each start; 80 of 100 answered
@@ -176,7 +176,7 @@ def test_reasons_in_full():
         worst = ThresholdCounts((0.0,), (1000,), first, 1000, (0,)).find_guarantee(0.123, 0.9)
         possible = p_values(first, (1000,), 0.99)[0] <= 0.1
         assert possible == words.startswith("about"), "the example is what it should be"
-        assert worst.reason.startswith("cannot promise at most 12.3 % wrong answers here: there were too many")
+        assert worst.reason.startswith("cannot promise at most 12.3 % wrong matches here: there were too many")
         assert worst.reason.endswith(f"; {words}")
     good = ThresholdCounts((0.0,), (1000,), (2,), 1000, (0,)).find_guarantee(0.001, 0.9)
     assert good.reason.endswith("at least 2302 are needed")
@@ -190,6 +190,9 @@ def test_a_guarantee_says_what_was_counted():
     found = counts.find_guarantee(0.05, 0.9)
     assert (found.threshold, found.answered, found.wrong, found.coverage, found.possible) == (0.5, 80, 1, 0.8, True)
     assert (found.reason, found.share, found.approximate) == ("", None, False)
+    assert found.observed == 1 / 80
+    weighted = ThresholdCounts((0.9, 0.0), (60, 100), (10, 30), 100, (0,), moments_of(50)).find_guarantee(0.05, 0.9)
+    assert (weighted.wrong, weighted.observed) == (10, 0.0)  # the ten are unknown queries, which weigh nothing here
     nothing = RiskGuarantee(0.05, 0.9, None, 0, 45)
     assert (nothing.coverage, nothing.possible) == (0.0, False)
     assert RiskGuarantee(0.05, 0.9, 0.5, 10, 45, 5, share=0.25).coverage == 0.25
@@ -215,8 +218,9 @@ def test_promises_need_clusters(clusters, possible, approximate):
     assert (found.possible, found.approximate) == (possible, approximate)
     assert found.share == (0.6 if possible else None)
     if not possible:
+        counted = "1 class was" if clusters == 1 else f"{clusters} classes were"
         assert found.reason == (
-            f"cannot promise at most 5 % wrong answers here: {clusters} classes were counted, at least 10 are needed "
+            f"cannot promise at most 5 % wrong matches here: {counted} counted, at least 10 are needed "
             "to know about queries of unknown classes (without such queries: --unknown 0)"
         )
         assert clustered_p_values(moments_of(clusters), 0.05) == [1.0, 1.0]

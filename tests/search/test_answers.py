@@ -84,7 +84,7 @@ def test_reasons(shop):
     blurred, _ = one(shop, level=50.0, disagreement=0.0)
     tied, _ = one(shop, ratio=0.97, disagreement=0.5)
     for evidence in (blurred, tied):  # what cannot be promised comes before anything about the query
-        assert answer_queries(evidence, sure, targets)[0].reason.startswith("cannot promise at most 5 % wrong answers")
+        assert answer_queries(evidence, sure, targets)[0].reason.startswith("cannot promise at most 5 % wrong matches")
     strict = replace(calibration, counts=ThresholdCounts((1.0,), (99,), (0,), 99, (0,)))  # P is never 1
     targets = RiskTargets(max_error=0.1, max_rejected=1e-6)
     for speaks, reason in ((True, "blurred or ambiguous query"), (False, "not certain enough")):
@@ -107,6 +107,16 @@ def test_reasons(shop):
     )
 
 
+def test_a_match_that_is_likely_wrong_is_not_called_clear(shop):
+    calibration, _, evidence, _, _ = shop
+    lax = replace(calibration, counts=ThresholdCounts((0.0,), (99,), (20,), 99, (0,)))  # every answer is a match
+    answers = answer_queries(evidence, lax, RiskTargets(max_error=0.5))
+    assert {a.state for a in answers} == {State.MATCH}
+    unlikely = "a match only because 50 % wrong matches are accepted: the first result is likely wrong"
+    assert {a.reason for a in answers if a.probability < 0.5} == {unlikely}
+    assert {a.reason for a in answers if a.probability >= 0.5} == {"clear match"}
+
+
 @pytest.mark.parametrize("possible", [True, False])
 def test_a_likely_right_query_is_never_rejected(shop, possible):
     """However far a query lies: if its first result is right, its class is in the collection."""
@@ -126,7 +136,7 @@ def test_a_likely_right_query_is_never_rejected(shop, possible):
         else:
             assert told.state is State.UNSURE
             unlike = "unlike most images of the collection, but the first result is likely right"
-            assert told.reason.startswith(unlike if possible else "cannot promise at most 10 % wrong answers here")
+            assert told.reason.startswith(unlike if possible else "cannot promise at most 10 % wrong matches here")
     assert {told.state for told in answers} == ({*State} if possible else {State.UNSURE, State.NOVEL})
 
 

@@ -187,7 +187,7 @@ def test_unsuitable_calibrations_are_refused(world, tmp_path):
             replace(found, searched="5 nearest, euclidean").encode(),
             "was made for '5 nearest, euclidean', a gallery needs",
         ),
-        (b"{}", "not a file of kind 'idml calibration'"),
+        (b"{}", "is no file of kind 'idml calibration': calibrate again"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=words):

@@ -285,7 +285,7 @@ def test_an_empty_folder(gallery, photos, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "cats").symlink_to(photos / "cats")
-    with pytest.raises(ValueError, match="links' contains no image .*; 1 link to folders not followed$"):
+    with pytest.raises(ValueError, match=r"links' contains no image .*; 1 link to folders not followed$"):
         index_folder(gallery, tmp_path / "links")
     with pytest.raises(ValueError, match="empty' contains no image"):
         index_folder(gallery, tmp_path / "empty")

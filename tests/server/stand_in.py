@@ -91,7 +91,7 @@ class StandIn:
     def gallery(self) -> dict:
         labels = [item["label"] for item in self.items if item["label"] is not None]
         reason = (
-            "cannot promise at most {} % wrong answers here: there are 100 calibration queries, at least 384 are needed"
+            "cannot promise at most {} % wrong matches here: there are 100 calibration queries, at least 384 are needed"
         )
         promises = [
             {
@@ -134,7 +134,7 @@ class StandIn:
     def reply(self, name: str, max_error: float, without: str = "", rerank: str | None = None) -> dict:
         state, reason, chance = next((told for word, told in STATES.items() if word in name), STATES["match"])
         if ERRORS.get(max_error) is None and state == "match" and self.calibrated:
-            state, reason = "unsure", f"cannot promise at most {100 * max_error:g} % wrong answers here"
+            state, reason = "unsure", f"cannot promise at most {100 * max_error:g} % wrong matches here"
         results = [
             {
                 **item,

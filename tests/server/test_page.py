@@ -30,6 +30,15 @@ class TestAsking:
         for start in ("#samples", "#home"):
             expect(page.locator(start)).to_be_hidden()
 
+    def test_a_picture_that_the_browser_cannot_show_is_named(self, service, visit, expect):
+        page = visit(service.url)
+        ask(page, {"name": "match.heic", "mimeType": "image/heic", "buffer": b"a format of phones"})
+        expect(page.locator("#query-name")).to_have_text("match.heic (no preview)")
+        expect(page.locator("#query")).to_be_hidden()
+        ask(page)
+        expect(page.locator("#query-name")).to_have_text("match.png")
+        expect(page.locator("#query")).to_be_visible()
+
     def test_a_dropped_image_is_answered_wherever_it_falls(self, service, visit, expect):
         page = visit(service.url + "#map")
         drop(page, "footer, body", UNSURE["buffer"], "unsure.png")
@@ -250,12 +259,35 @@ class TestFeedback:
         ask(page, UNSURE)
         page.get_by_role("button", name="2 judgements kept").click()
         dialog = page.get_by_role("dialog")
-        expect(dialog.locator("li")).to_contain_text(["match.png: right (gull)", "novel.png: wrong (puffin)"])
+        said = ["match.png: “gull” is right", "novel.png: “gull” is wrong, it shows “puffin”"]
+        expect(dialog.locator("li")).to_contain_text(said)
         assert_readable(page)
         dialog.get_by_role("button", name="Delete: match.png").click()
         expect(dialog.locator("li")).to_have_count(1)
         page.keyboard.press("Escape")
         expect(page.get_by_role("button", name="1 judgement kept")).to_be_visible()
+
+    def test_it_is_said_whether_a_calibration_can_use_a_judgement(self, service, visit, expect):
+        service.later = {"feedback": 0}
+        page = visit(service.url)
+        ask(page)
+        page.get_by_role("button", name="Yes, right").click()
+        expect(page.locator("#said")).to_contain_text("uses it when every image has a label")  # 8 of 40 have none
+        for item in service.items:
+            item["label"] = item["label"] or "other"
+        page.reload()
+        ask(page)
+        page.get_by_role("button", name="Yes, right").click()
+        expect(page.locator("#said")).to_have_text("Thank you. The next idml calibrate uses it.")
+        ask(page, NOVEL)
+        page.get_by_role("button", name="No, wrong").click()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#said")).to_contain_text("cannot use it without the right label")
+        for item in service.items:
+            item["label"] = None
+        page.reload()
+        ask(page)
+        expect(page.locator("#judge")).to_be_hidden()
 
     def test_nothing_is_offered_where_nothing_is_kept(self, service, visit, expect):
         page = visit(service.url)
@@ -366,18 +398,19 @@ class TestPromises:
         service.later = {"promises": promises, "growth": growth}
         page = visit(service.url)
         expect(page.locator("#promise")).to_contain_text(
-            "Promised approximately (few classes were counted), with 90 % confidence, where"
+            "Promised approximately (few pictures were counted), with 90 % confidence, where"
         )
         expect(page.locator("#promise")).to_contain_text("The gallery has 6 % more images than at calibration.")
 
     def test_the_page_never_raises_the_accepted_error(self, service, visit, expect):
         """5 % stays, though only 10 % can be promised; without 5 %, the next lower rate is taken."""
         before = service.gallery()["promises"]
-        refused = {"possible": False, "threshold": None, "reason": "cannot promise at most 5 % wrong answers here: no"}
+        refused = {"possible": False, "threshold": None, "reason": "cannot promise at most 5 % wrong matches here: no"}
         service.later = {"promises": [{**each, **refused} if each["max_error"] < 0.1 else each for each in before]}
         page = visit(service.url)
         expect(page.locator("#wished")).to_have_text("at most 5 %")
-        expect(page.locator("#promise")).to_contain_text("The smallest rate that can be promised here is 10 %.")
+        least = "On the slider, 10 % is the smallest rate that can be promised."
+        expect(page.locator("#promise")).to_contain_text(least)
         ask(page)
         assert service.requests("POST", "/api/search")[-1].query["max_error"] == "0.05"
         service.later = {"promises": [each for each in before if each["max_error"] != 0.05]}
@@ -389,9 +422,9 @@ class TestPromises:
         ask(page)
         page.get_by_label("Wrong matches I accept").fill("0")
         expect(page.locator("#promise")).to_have_text(
-            "Cannot promise at most 1 % wrong answers here: "
+            "Cannot promise at most 1 % wrong matches here: "
             "there are 100 calibration queries, at least 384 are needed. "
-            "Nothing is called a match. The smallest rate that can be promised here is 5 %."
+            "Nothing is called a match. On the slider, 5 % is the smallest rate that can be promised."
         )
         expect(verdict(page)).to_have_text("Unsure")
         assert service.requests("POST", "/api/search")[-1].query["max_error"] == "0.01"

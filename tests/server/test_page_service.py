@@ -88,7 +88,7 @@ def calibrated_run(tiny_run, tmp_path_factory):
 
 def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expect):
     page = visit(serve(gallery))
-    expect(page.locator("#gallery")).to_have_text("12 images · 12 labelled · 4 classes · not calibrated")
+    expect(page.locator("#gallery")).to_have_text("12 images · 4 classes · not calibrated")
     expect(page.get_by_text("This collection is not calibrated")).to_be_visible()
     ask(page, upload(3))
     (reply,) = gallery.search([as_image(3)], 24)
@@ -104,7 +104,7 @@ def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expec
     page.get_by_label("Label (may stay empty)").fill("<i>new</i>")
     page.get_by_role("button", name="Add", exact=True).click()
     page.locator("#confirm-yes").click()
-    expect(page.locator("#gallery")).to_contain_text("13 images · 13 labelled · 5 classes")
+    expect(page.locator("#gallery")).to_contain_text("13 images · 5 classes")
     first = page.locator("#found .item > .tile").first
     expect(first).to_contain_text("<i>new</i>")
     first.click()
@@ -120,7 +120,7 @@ def test_from_the_first_question_to_the_last_change(gallery, serve, visit, expec
     page.locator("#found .item > .tile").first.click()
     page.get_by_role("button", name="Delete").click()
     page.locator("#confirm-yes").click()
-    expect(page.locator("#gallery")).to_contain_text("12 images · 12 labelled · 4 classes")
+    expect(page.locator("#gallery")).to_contain_text("12 images · 4 classes")
     assert len(gallery) == 12
 
 
@@ -229,6 +229,9 @@ def test_the_documentation_shows_every_request(gallery, serve, visit, expect):
         expect(search.locator("pre")).to_have_text(f"curl -F image=@photo.jpg '{url}api/search'")
         search.locator("summary").click()
         expect(search).to_contain_text("list of FoundItem")
+        judge = page.locator(".operation", has=page.get_by_text("/api/feedback", exact=True), has_text="POST")
+        example = f"curl -F image=@photo.jpg -F verdict=right '{url}api/feedback'"  # every field that is needed
+        expect(judge.locator("pre")).to_have_text(example)
         assert_readable(page)
         assert_fits(page)
     page.get_by_role("link", name="Search", exact=True).click()
@@ -253,7 +256,7 @@ def test_a_read_key_searches_and_changes_nothing(gallery, serve, visit, expect):
     page.get_by_role("button", name="API key").click()
     dialog.get_by_label("Key", exact=True).fill("full-key")
     page.keyboard.press("Enter")
-    expect(page.locator("#gallery")).to_have_text("12 images · 12 labelled · 4 classes · not calibrated")
+    expect(page.locator("#gallery")).to_have_text("12 images · 4 classes · not calibrated")
     ask(page, upload(3))
     expect(page.locator("#add")).to_be_visible()
 

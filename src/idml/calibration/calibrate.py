@@ -133,6 +133,7 @@ def _summarise_guarantee(calibration: Calibration, error: float) -> dict[str, An
         "coverage": guarantee.coverage,
         "answered": guarantee.answered,
         "wrong": guarantee.wrong,
+        "observed": guarantee.observed if guarantee.possible else None,
         "reason": guarantee.reason,
     }
 
@@ -158,7 +159,7 @@ def describe_figures(figures: dict[str, Any]) -> list[str]:
         if promise["max_error"] in _SHOWN:
             rate, coverage = promise["max_error"], promise["coverage"]
             mark = " (approximate)" if promise["approximate"] else ""
-            possible = f"at most {rate:.0%} wrong answers{mark}: {coverage:.1%} of queries are answered"
+            possible = f"at most {rate:.0%} wrong matches{mark}: {coverage:.1%} of queries get a match"
             lines.append(possible if promise["possible"] else promise["reason"])
     recognised, rejected = (figures["novelty"][name]["0.05"] for name in ("recognised", "rejected"))
     if recognised is not None:
@@ -169,22 +170,24 @@ def describe_figures(figures: dict[str, Any]) -> list[str]:
 
 def describe_calibration(calibration: Calibration, figures: dict[str, Any], what: str) -> list[str]:
     """Describe the calibration of a gallery in one screen; ``what`` says what a wrong match is."""
+    unknown = f"of which {calibration.unknown:.0%} or fewer show nothing of the gallery"
+    condition = unknown if calibration.unknown > 0 else "that all show something of the gallery"
     lines = [
         f"queries: {calibration.queries}",
-        f"a match is wrong if it {what}; promised with 90 % confidence, for queries of which "
-        f"{calibration.unknown:.0%} or fewer show nothing of the gallery:",
+        f"a match is wrong if it {what}; what can be promised with 90 % confidence, for queries {condition}:",
         *(f"  {line}" for line in describe_figures(figures)),
     ]
-    classes = figures["counted_classes"]
-    if 0 < classes < ENOUGH_CLUSTERS:
+    if any(promise["approximate"] for promise in figures["promises"]):
+        kind = "classes" if calibration.labelled else "pictures"
         lines.append(
-            f"approximate: {classes} classes were counted (half of them). From {ENOUGH_CLUSTERS} on a promise is kept "
-            "by about 9 of 10 calibrations, with fewer classes by fewer"
+            f"approximate: {figures['counted_classes']} {kind} were counted (half of them). From {ENOUGH_CLUSTERS} on "
+            f"a promise is kept by about 9 of 10 calibrations, with fewer {kind} by fewer"
         )
     speaks = "ranks wrong answers better than chance" if calibration.level_speaks else "is no better than chance"
     if any(calibration.percentiles["level"]):  # the pretrained trunk has no u
         lines.append(
             f"the uncertainty ‖u‖ {speaks} here, so it is {'' if calibration.level_speaks else 'not '}given as a reason"
         )
-    lines.append(f"the promises cover a gallery that grows or shrinks by {GROWTH:.0%}; then calibrate again")
+    if any(promise["possible"] for promise in figures["promises"]):
+        lines.append(f"the promises cover a gallery that grows or shrinks by {GROWTH:.0%}; then calibrate again")
     return lines

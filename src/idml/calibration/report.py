@@ -24,6 +24,10 @@ _RELIABILITY = (
     "the dotted line, P equals that share. Larger dots mean more queries in the bin. Right: the share of queries that "
     "is answered <em>match</em> for each error rate; 0 if the rate cannot be promised."
 )
+_COUNTED = (
+    "Both shares are those of the counted queries, with as many unknown ones among them as the promise allows. "
+    "The share of wrong matches lies below the error rate, because a promise leaves room for chance."
+)
 _SCORES = (
     "Each score is measured on classes that were not used for its fit, with 95 % intervals over resampled classes. "
     "R-AUROC: how often a wrong answer has a larger score than a right one (0.5 is chance). AUGRC × 1000: errors, "
@@ -36,7 +40,7 @@ def build_page(title: str, intro: Sequence[str], result: dict[str, Any], parts: 
     unknown = f"{result['unknown_share']:.0%}"
     content = [
         f"<h1>{html.escape(title)}</h1>",
-        *(f"<p>{html.escape(line)}</p>" for line in intro),
+        *(f"<p>{html.escape(line[:1].upper() + line[1:])}</p>" for line in intro),
         "<h2>Summary</h2>",
         "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in result["words"]) + "</ul>",
         f"<h2>What is promised, and what is not</h2><p>{_PROMISED.format(unknown=unknown)}</p>",
@@ -60,6 +64,7 @@ def _build_part(figures: dict[str, Any], title: str) -> list[str]:
         ),
         f"<p>{_RELIABILITY}</p>",
         table(["error rate", "answered", "wrong among them", "smallest P", "note"], _promises(figures)),
+        f"<p>{_COUNTED}</p>",
         f"<h3>Scores</h3><p>{_SCORES}</p>",
         table(["score", "R-AUROC", "AUGRC × 1000", "unknown", ""], _scores(figures)),
         "<h3>Not in the collection</h3>",
@@ -75,7 +80,7 @@ def _promises(figures: dict[str, Any]) -> list[list[str]]:
     for promise in figures["promises"]:
         cells = ["–", "–", "–", _shorten_reason(promise)]
         if promise["possible"]:
-            wrong = f"{promise['wrong']:,} of {promise['answered']:,}"
+            wrong = f"{promise['observed']:.1%}"
             note = "approximate" if promise["approximate"] else ""
             cells = [f"{promise['coverage']:.1%}", wrong, f"{promise['threshold']:.3f}", note]
         rows.append([f"{promise['max_error']:.0%}", *cells])

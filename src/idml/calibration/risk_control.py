@@ -150,8 +150,9 @@ class RiskGuarantee:
     Answer if P ≥ ``threshold``: with probability ``confidence`` over the calibration queries, at most ``max_error`` of
     such answers are wrong, among all queries like those. ``answered`` of the ``total`` calibration queries have
     P ≥ threshold, ``wrong`` of these have a wrong answer. With fewer than ``needed`` queries there is no threshold,
-    even if all answers are right. ``share`` is the share of the queries that are answered, if these are weighted. The
-    guarantee is ``approximate`` if it rests on too few classes (`idml.calibration.cluster_bound`).
+    even if all answers are right. ``share`` is the share of the queries that are answered, and ``wrong_share`` that of
+    wrong ones among them, if queries are weighted. The guarantee is ``approximate`` if it rests on too few classes
+    (`idml.calibration.cluster_bound`).
     """
 
     max_error: float
@@ -164,6 +165,7 @@ class RiskGuarantee:
     reason: str = ""
     share: float | None = None
     approximate: bool = False
+    wrong_share: float | None = None
 
     @property
     def possible(self) -> bool:
@@ -176,6 +178,13 @@ class RiskGuarantee:
         if self.share is not None:
             return self.share
         return self.answered / self.total if self.total else 0.0
+
+    @property
+    def observed(self) -> float:
+        """The share of wrong answers among the calibration queries that are answered."""
+        if self.wrong_share is not None:
+            return self.wrong_share
+        return self.wrong / self.answered if self.answered else 0.0
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,7 @@ class ThresholdCounts:
             pilot,
         )
 
-    def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong answers") -> RiskGuarantee:
+    def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong matches") -> RiskGuarantee:
         """Find the lowest threshold at which at most ``max_error`` of the answers are wrong, see the head of this file.
 
         The guarantee holds for each ``max_error`` by itself, if that is chosen without looking at this sample.
@@ -246,7 +255,7 @@ class ThresholdCounts:
         >>> counts.find_guarantee(0.05, 0.9).threshold
         0.9
         >>> counts.find_guarantee(0.01, 0.9).reason
-        'cannot promise at most 1 % wrong answers here: there are 100 calibration queries, at least 384 are needed'
+        'cannot promise at most 1 % wrong matches here: there are 100 calibration queries, at least 384 are needed'
         """
         level = 1 - check_rate("confidence", confidence)
         starts = self._choose_starts(check_rate("max_error", max_error))
@@ -259,8 +268,9 @@ class ThresholdCounts:
             reason = f"cannot promise at most {100 * max_error:.3g} % {what} here: "
             if moments is not None and 0 < moments.clusters < FEWEST_CLUSTERS:
                 reason += (
-                    f"{moments.clusters} classes were counted, at least {FEWEST_CLUSTERS} are needed to know about "
-                    "queries of unknown classes (without such queries: --unknown 0)"
+                    f"{moments.clusters} class{'es were' if moments.clusters > 1 else ' was'} counted, at least "
+                    f"{FEWEST_CLUSTERS} are needed to know about queries of unknown classes (without such queries: "
+                    "--unknown 0)"
                 )
             elif self.total < needed:
                 reason += f"there are {self.total} calibration queries, at least {needed} are needed"
@@ -278,6 +288,7 @@ class ThresholdCounts:
             self.wrong[i],
             share=None if moments is None else moments.answered[i],
             approximate=moments is not None and 0 < moments.clusters < ENOUGH_CLUSTERS,
+            wrong_share=moments.wrong[i] / moments.answered[i] if moments is not None and moments.answered[i] else None,
         )
 
     def _test_thresholds(self, max_error: float, level: float) -> list[bool]:
@@ -443,17 +454,30 @@ def measure_drift(then: Profile, now: Profile) -> Drift:
     test = ks_2samp(d_then, d_now, method="asymp")  # the exact test warns if it cannot be computed
     distance, p = float(test.statistic), float(test.pvalue)
     reasons = []
-    size = f"the gallery is {100 * abs(ratio - 1):.0f} % {'larger' if ratio > 1 else 'smaller'} than at calibration"
-    if abs(ratio - 1) > GROWTH + 1e-9:
-        reasons.append(size)
+    outgrown = describe_outgrown(then.size, now.size)
+    if outgrown:
+        reasons.append(outgrown)
     if distance >= _SHIFT and p < _CHANCE:
         mean_then, mean_now = (sum(x.nearest) / len(x.nearest) for x in (then, now))
         side = "farther from" if mean_now > mean_then else "nearer to"
         reasons.append(f"its images lie {side} each other than at calibration")
     if reasons:
         return Drift(True, ratio, distance, p, "; ".join(reasons))
-    covered = f"{size}; promises cover {100 * GROWTH:.0f} %" if abs(ratio - 1) >= 0.005 else ""
+    covered = f"{_describe_size(ratio)}; promises cover {100 * GROWTH:.0f} %" if abs(ratio - 1) >= 0.005 else ""
     return Drift(False, ratio, distance, p, covered)
+
+
+def describe_outgrown(then: int, now: int) -> str:
+    """Say that the number of images has changed by more than the guarantees cover; empty if it has not.
+
+    >>> describe_outgrown(100, 130), describe_outgrown(100, 110)
+    ('the gallery is 30 % larger than at calibration', '')
+    """
+    return _describe_size(now / then) if abs(now / then - 1) > GROWTH + 1e-9 else ""
+
+
+def _describe_size(ratio: float) -> str:
+    return f"the gallery is {100 * abs(ratio - 1):.0f} % {'larger' if ratio > 1 else 'smaller'} than at calibration"
 
 
 # -------------------- more unknown queries than calibrated --------------------

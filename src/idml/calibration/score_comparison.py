@@ -112,13 +112,18 @@ def _subtract(above: ScoreFigures, below: ScoreFigures) -> dict[str, Any]:
     return {**values, "intervals": {name: interval(x) for name, x in rounds.items()}}
 
 
-def describe_comparison(compared: dict[str, Any], level_name: str = "‖u‖") -> list[str]:
-    """Say in sentences whether P is below the best single score, and what u (or σ of a Gaussian model) adds."""
+def describe_comparison(compared: dict[str, Any], level_name: str | None = "‖u‖") -> list[str]:
+    """Say in sentences whether P is below the best single score, and what u (or σ of a Gaussian model) adds.
+
+    ``level_name`` is None for a model without u.
+    """
     scores, best = compared["scores"], compared["best"]
     if scores[P_RIGHT]["r_auroc"] is None:
         return ["all answers are right, or all are wrong: there is nothing to rank"]
     own = f"P(right), R-AUROC {scores[P_RIGHT]['r_auroc']:.3f},"
     lines = [_describe_gain(compared["gain"], own, f"the best single score, {best}")]
+    if level_name is None:
+        return lines
     level, chance = scores["level"], "no better than chance"
     span = level["intervals"]["r_auroc"]
     if span is not None and span[0] > 0.5:

@@ -240,11 +240,12 @@ class Calibration:
         every = torch.arange(n)
         if grouping is not None:
             used, every = (draw_mixture(rows, known, share, seed) for rows in (used, every))
+        counted = held[known[held]] if grouping is not None and share == 0 else held  # else they would have no weight
         theirs = None if groups is None else groups[used]
         confidence_model = ConfidenceModel.fit(
             evidence[used], correct[used], labelled=labelled, groups=theirs, seed=seed
         )
-        p, p_fit = confidence_model.probability(evidence[held]), confidence_model.probability(evidence[used])
+        p, p_fit = confidence_model.probability(evidence[counted]), confidence_model.probability(evidence[used])
         thresholds, starts = candidate_thresholds(p_fit)
         moments = pilot = None  # a bound that is exact has no pilot: it holds for each ε by itself
         if grouping is not None and groups is not None:
@@ -258,14 +259,14 @@ class Calibration:
                     groups=groups[rows],
                     known_by_image=grouping.known_by_image,
                 )
-                for their_p, rows in ((p, held), (p_fit, used))
+                for their_p, rows in ((p, counted), (p_fit, used))
             )
         score = _choose_novelty_score(confidence_model, evidence[used], known[used])
         reference = _novelty_score(confidence_model, score, evidence[held])[known[held]]
         chosen = torch.randperm(len(reference), generator=torch.Generator().manual_seed(seed))[:_REFERENCE]
         sets = None
         if same_class is not None:
-            sets = _fit_sets(p[known[held]], same_class[held[known[held]]], same_class[used[known[used]]])
+            sets = _fit_sets(p[known[counted]], same_class[held[known[held]]], same_class[used[known[used]]])
         curve = None
         if distances is not None and same_class is not None:
             curve = MatchCurve.fit(distances[used], same_class[used])
@@ -278,7 +279,7 @@ class Calibration:
             labelled=labelled,
             unknown=share,
             confidence_model=confidence_model,
-            counts=ThresholdCounts.of(p, correct[held], thresholds, starts, moments, pilot if by_group else None),
+            counts=ThresholdCounts.of(p, correct[counted], thresholds, starts, moments, pilot if by_group else None),
             bins=tuple(reliability_bins(p_shown, correct[shown])) if len(shown) else (),
             novelty_score=score,
             novelty_reference=tuple(reference[chosen].sort().values.tolist()),
@@ -367,7 +368,10 @@ class Calibration:
     @classmethod
     def decode(cls, data: bytes, place: str, *, model: str | None = None) -> "Calibration":
         """Read what `encode` wrote; ``place`` says in errors where it came from."""
-        found = decode_record(data, place, cls, kind=_KIND, version=_VERSION)
+        try:
+            found = decode_record(data, place, cls, kind=_KIND, version=_VERSION)
+        except ValueError as error:
+            raise ValueError(f"{error}: calibrate again") from None
         if model is not None and found.model != model:
             raise ValueError(f"{place} belongs to another model ({found.model!r}, not {model!r}): calibrate again")
         return found
@@ -459,13 +463,11 @@ def decode_record(data: bytes, path: str, record: type[T], *, kind: str, version
     try:
         whole = json.loads(data)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is damaged, or not a {kind}: it is not JSON") from None
+        raise ValueError(f"{path} is damaged, or no file of kind {kind!r}: it is not JSON") from None
     if not isinstance(whole, dict) or whole.get("format") != kind:
-        raise ValueError(f"{path} is not a file of kind {kind!r}")
+        raise ValueError(f"{path} is no file of kind {kind!r}")
     if whole.get("version") != version:
-        raise ValueError(
-            f"{path} has version {whole.get('version')!r} of {kind!r}; this program reads {version}: make it again"
-        )
+        raise ValueError(f"{path} has version {whole.get('version')!r} of {kind!r}; this program reads {version}")
     if whole.get("checksum") != _checksum(whole.get("content")):
         raise ValueError(f"{path} is damaged: its checksum does not fit its content")
     try:

@@ -65,6 +65,8 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_
             return _decode_anywhere(stream, name, min_side).image
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no image {name!r}") from None
+    except IsADirectoryError:
+        raise RefusedImage("content", f"{name!r} is a folder: name image files") from None
     except RefusedImage:
         raise
     except OSError as error:

@@ -30,6 +30,7 @@ from idml.calibration.stored import Calibration
 _BLURRED = 0.9  # call a query blurred or ambiguous if its ‖u‖ exceeds this share of the calibration queries
 _TIED = 0.95  # call it a tie if the first image is no nearer than this share of the other one's distance …
 _NEARLY_TIED, _DISAGREE = 0.8, 0.4  # … or than this share, if this share of the neighbours has other classes
+_LIKELY = 0.5  # a match whose P(right) is smaller is no clear one
 _MIXED = 0.5  # call the neighbours mixed if this share of them has other classes than the first one
 _USUAL, _COPY, _FAR = 0.5, 0.95, 0.01  # p-values among the gallery's own images, for answers without calibration
 
@@ -114,7 +115,7 @@ def answer_queries(
     rows = zip(probabilities.tolist(), p_values.tolist(), absent, reasons, sizes, strict=True)
     for probability, novelty, is_absent, doubt, size in rows:
         if promise.threshold is not None and probability >= promise.threshold:
-            state, reason = State.MATCH, "clear match"
+            state, reason = State.MATCH, _describe_match(probability, targets.max_error)
         elif is_absent:
             state, reason = State.NOVEL, "far from everything"
         elif promise.threshold is None:
@@ -126,6 +127,13 @@ def answer_queries(
             state, reason = State.UNSURE, doubt or f"not certain enough: {needed}"
         answers.append(Answer(state, reason, True, promise.possible and not void, probability, novelty, size))
     return answers
+
+
+def _describe_match(probability: float, max_error: float) -> str:
+    """Say why an answer is a match. A large error rate allows one whose first result is likely wrong."""
+    if probability >= _LIKELY:
+        return "clear match"
+    return f"a match only because {100 * max_error:.3g} % wrong matches are accepted: the first result is likely wrong"
 
 
 def _find_doubts(evidence: Evidence, calibration: Calibration) -> list[str]:

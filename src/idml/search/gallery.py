@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from PIL import Image
 
 from idml.calibration.evidence import SEARCHED, Profile, sample_profile_rows
-from idml.calibration.risk_control import ERROR_RATES, Drift, RiskGuarantee, notice_unknown
+from idml.calibration.risk_control import ERROR_RATES, Drift, RiskGuarantee, describe_outgrown, notice_unknown
 from idml.calibration.stored import Calibration
 from idml.data.images import read_image
 from idml.embeddings import Embeddings
@@ -376,6 +376,14 @@ class Gallery:
         """The calibration that applies; None if there is none, or if it was made before labels came or went."""
         counts, found = self._statistics.counts, self._calibration
         return found if found is not None and found.labelled == (counts.items == counts.labelled) else None
+
+    @property
+    def outgrown(self) -> str:
+        """That the number of images alone makes the promises void; empty if it does not. Quick: nothing is searched."""
+        found = self.calibration
+        if found is None or found.profile is None:
+            return ""
+        return describe_outgrown(found.profile.size, len(self))
 
     def _uncalibrated(self) -> str:
         if self._calibration is None:

@@ -54,6 +54,7 @@ Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Itera
 _LEAST, _MOST, _PAIRS = 4000, 20_000, 4e8  # of images that are queries; of queries × images of the gallery
 ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
 _QUERIES = 50  # the smallest number that can be fitted
+_UNKNOWN_CLASSES = 3 * FEWEST_CLUSTERS  # about half are counted; then these are enough in 499 of 500 splits
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
 
 
@@ -119,7 +120,8 @@ def calibrate_gallery(
     if gallery.roots is not None:
         path = gallery.roots.folder / REPORT
         fitted = "P(right) was fitted to half of the classes; the promises come from the other half."
-        intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures), *notes]
+        level = "‖u‖" if any(calibration.percentiles["level"]) else None  # the pretrained trunk has no u
+        intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures, level), *notes]
         write_atomic(path, build_page(f"Calibration of {path.parent.name}", intro, result, {"Figures": figures}))
         result["report"] = str(path)
     return CalibrationResult(result)
@@ -348,7 +350,7 @@ def _user_queries(source: GallerySource, folder: Path, unknown: float) -> Calibr
         f"{len(files):,} images in {folder.name}, {int((~found.known).sum()):,} of them of {outside:,} unknown classes"
     )
     parts = [found]
-    if unknown > 0 and outside < FEWEST_CLUSTERS and len(source.names) > 1:
+    if unknown > 0 and outside < _UNKNOWN_CLASSES and len(source.names) > 1:
         known = found.known.nonzero().flatten()
         if len(known):
             parts.append(pool.search_without_own(listed=LISTED)[known])

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from idml.calibration.risk_control import describe_outgrown
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, PRETRAINED, read_config, resolve_model
 from idml.model.weight_sources import find_source, read_source
@@ -19,15 +20,21 @@ def describe_gallery(location: Location, engine: Engine, run: Location | None = 
     """Describe a gallery without loading its model; ``run`` is the run of a Milvus gallery."""
     labels = [item.label for item in engine.items()]
     known = {label for label in labels if label is not None}
-    calibration, reason = None, ""
+    labelled = sum(label is not None for label in labels)
+    calibration, reason, void = None, "", ""
     try:
         calibration = read_calibration(location, engine)
     except ValueError as error:
         reason = str(error)
+    if calibration is not None and calibration.labelled != (labelled == len(labels)):
+        reason = f"calibrated when its images had {'' if calibration.labelled else 'no '}labels"
+        calibration = None
+    elif calibration is not None and calibration.profile is not None:
+        void = describe_outgrown(calibration.profile.size, len(labels))
     return {
         "gallery": str(location),
         "items": len(labels),
-        "labelled": sum(label is not None for label in labels),
+        "labelled": labelled,
         "classes": len(known),
         "dimensions": engine.properties.dimensions,
         "uncertainty": engine.properties.uncertainty,
@@ -35,6 +42,7 @@ def describe_gallery(location: Location, engine: Engine, run: Location | None = 
         "folders": {} if is_milvus(location) else ImageRoots(Path(location)).read(),
         "calibrated": calibration is not None,
         "calibration": reason or ("" if calibration is None else calibration.queries),
+        "void": void,
         "unknown_share": None if calibration is None else calibration.unknown,
         "feedback": len(read_feedback(location, engine.properties)),
     }
@@ -54,6 +62,8 @@ def describe_words(info: dict[str, Any]) -> list[str]:
     if info["calibrated"]:
         share = f"up to {info['unknown_share']:.0%} unknown queries"
         lines.append(f"calibrated for {share}, on {info['calibration']}")
+        if info["void"]:
+            lines.append(f"{info['void']}: nothing is promised until you calibrate again (idml calibrate)")
     else:
         lines.append(f"not calibrated{': ' + info['calibration'] if info['calibration'] else ''} (see idml calibrate)")
     if info["feedback"]:

@@ -72,11 +72,11 @@ def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[
     app.add_middleware(RequestGuard, keys=keys, limits=limits, metrics=metrics, hosts=hosts)
     app.add_exception_handler(HTTPException, _handle_http_error)
     app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
-    _add_page_routes(app, service, metrics)
+    _add_search_routes(app, service)  # the page of the API shows them in this order
     _add_read_routes(app, service)
-    _add_search_routes(app, service)
-    _add_feedback_routes(app, service)
     _add_change_routes(app, service)
+    _add_feedback_routes(app, service)
+    _add_page_routes(app, service, metrics)
     _describe_keys(app, keys)
     return app
 

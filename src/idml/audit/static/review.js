@@ -63,6 +63,9 @@ function verdict(item) {
   return `${DONE[decision]}${label ? ` to ${label}` : ""} on ${time.slice(0, 10)}.`;
 }
 
+// The split of an image, unless all images are in one.
+const named = (split, before, after = "") => (split === "all" ? "" : `${before}${split}${after}`);
+
 function partner(found) {
   const entry = document.createElement("li");
   const figure = document.createElement("figure");
@@ -70,7 +73,7 @@ function partner(found) {
   const caption = document.createElement("figcaption");
   image.src = `/api/thumbnails/${found.number}`;
   image.alt = `${found.image}, ${found.label}`;
-  caption.textContent = `${found.label} (${found.split}), ${found.distance.toFixed(3)}`;
+  caption.textContent = `${found.label}${named(found.split, " (", ")")}, distance ${found.distance.toFixed(3)}`;
   caption.title = found.image;
   figure.append(image, caption);
   entry.append(figure);
@@ -104,11 +107,11 @@ function show(reply) {
     return;
   }
   at("title").textContent = `${TITLES[item.kind]}, number ${item.rank}: ${item.label}`;
-  at("why").textContent = item.why;
+  at("why").textContent = `${item.why.charAt(0).toUpperCase()}${item.why.slice(1)}.`;
   at("verdict").textContent = verdict(item);
   at("image").src = `/api/images/${item.number}`;
   at("image").alt = `${item.image}, labelled ${item.label}`;
-  at("caption").textContent = `${item.image}: labelled ${item.label}, in ${item.split}, score ${item.score.toFixed(3)}`;
+  at("caption").textContent = `${item.image}: labelled ${item.label}${named(item.split, ", in ")}, score ${item.score.toFixed(3)}`;
   at("partners").replaceChildren(...partners(item));
   at("label").value = item.suggested;
   at("title").focus({preventScroll: true});

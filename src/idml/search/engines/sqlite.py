@@ -220,6 +220,8 @@ class SqliteEngine(Engine):
         file = Path(file)
         if file.resolve() == self.file.resolve():
             raise ValueError(f"{file} is the gallery's own database; name another file for the backup")
+        if not file.parent.is_dir():
+            raise FileNotFoundError(f"cannot write the backup {file}: there is no folder {file.parent}")
         try:
             with self._reading() as (connection, _):
                 back_up(connection, file)

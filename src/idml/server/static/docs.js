@@ -1,6 +1,9 @@
 // The documentation of the API, made from the service's own openapi.json.
 import { at, make } from "./dom.js";
 
+/** The text of a docstring without its marks. */
+const plain = (words) => words.replaceAll("``", "").replace(/\*([^*]+)\*/g, "“$1”");
+
 const cell = (...children) => make("td", {}, ...children);
 
 /** A table with a header, or nothing if it has no rows. */
@@ -60,23 +63,27 @@ function outputs({ responses }, api) {
   const rows = Object.entries(schema?.properties ?? {}).map(([name, each]) => make("tr", {}, cell(code(name)), cell(kind(each, api))));
   const refused = Object.keys(responses).filter((each) => !each.startsWith("2"));
   return [
-    make("p", {}, `Answers with ${status}`, schema?.description ? `. ${schema.description}` : ""),
+    make("p", {}, `Answers with ${status}`, schema?.description ? `. ${plain(schema.description)}` : ""),
     table(["Field", "Type"], rows),
     make("p", { className: "small" }, `Refusals: ${refused.join(", ")}, each {"error": "the reason in one line"}.`),
   ];
 }
 
+/** The fields of a form that are needed, as curl sends them. */
+const form = ({ required, properties }) =>
+  required.map((name) => ` -F ${name}=${name === "image" ? "@photo.jpg" : properties[name].enum[0]}`).join("");
+
 /** A command that sends the request. */
 function example(method, path, { requestBody }) {
   const address = `'${new URL(path.replace("{id}", "ID").slice(1), document.baseURI)}'`;
-  const type = Object.keys(requestBody?.content ?? {})[0];
-  const body = type === "application/json" ? ` -H 'Content-Type: application/json' -d '{"label": "heron"}'` : type ? " -F image=@photo.jpg" : "";
+  const [type, { schema } = {}] = Object.entries(requestBody?.content ?? {})[0] ?? [];
+  const body = type === "application/json" ? ` -H 'Content-Type: application/json' -d '{"label": "heron"}'` : type ? form(schema) : "";
   return `curl${method === "get" || (method === "post" && type) ? "" : ` -X ${method.toUpperCase()}`}${body} ${address}`;
 }
 
 function operation(method, path, described, api) {
   const title = make("h2", {}, make("span", { className: "method" }, method.toUpperCase()), make("span", { className: "path" }, path));
-  const words = described.description.split(/\n\s*\n/).map((part) => make("p", {}, part.replaceAll("``", "")));
+  const words = described.description.split(/\n\s*\n/).map((part) => make("p", {}, plain(part)));
   const parts = [title, ...words, make("pre", { tabIndex: 0 }, example(method, path, described)), inputs(described, api)];
   const answer = make("details", {}, make("summary", {}, "Answer"), ...outputs(described, api).filter(Boolean));
   return make("article", { className: "card operation" }, ...parts.filter(Boolean), answer);

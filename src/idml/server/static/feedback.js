@@ -9,7 +9,7 @@ let judged = null; // the file of the present query
 /** Offer to judge the answer to a file, or to nothing. */
 export function offerJudgement(file, results) {
   judged = file;
-  at("judge").hidden = !file || !results.length || !gallery.writable || typeof gallery.feedback !== "number";
+  at("judge").hidden = !file || !results.length || !gallery.writable || !gallery.labelled || typeof gallery.feedback !== "number";
   at("judge-wrong").hidden = true;
   at("judge-label").value = "";
   showCount();
@@ -29,7 +29,14 @@ async function judge(verdict) {
   await call("api/feedback", { method: "POST", body });
   await readGallery();
   offerJudgement(judged, []); // once for each answer
-  say("Thank you. The next idml calibrate uses what you said.");
+  say(`Thank you. ${use(verdict, label)}`);
+}
+
+/** What becomes of a judgement: a calibration uses it if it knows the right label, and labels are all there. */
+function use(verdict, label) {
+  if (gallery.labelled < gallery.items) return "It is kept; idml calibrate uses it when every image has a label.";
+  if (verdict === "wrong" && !label) return "It is kept, but idml calibrate cannot use it without the right label.";
+  return "The next idml calibrate uses it.";
 }
 
 async function list() {
@@ -38,8 +45,9 @@ async function list() {
   if (!at("feedback-dialog").open) at("feedback-dialog").showModal();
 }
 
-function entry({ id, query, right, label }) {
-  const words = `${query}: ${right ? "right" : "wrong"}${label === null ? "" : ` (${label})`}`;
+function entry({ id, query, right, found, label }) {
+  const shows = right || label === null ? "" : `, it shows “${label}”`;
+  const words = `${query}: ${found === null ? "the first result" : `“${found}”`} is ${right ? "right" : "wrong"}${shows}`;
   const button = make("button", { type: "button", className: "danger" }, "Delete");
   button.setAttribute("aria-label", `Delete: ${words}`);
   button.addEventListener("click", telling(async () => {

@@ -11,7 +11,7 @@ export async function readGallery() {
   Object.assign(gallery, await json("api/gallery"));
   const parts = [
     count(gallery.items, "image"),
-    gallery.labelled ? `${gallery.labelled.toLocaleString("en")} labelled` : "no labels",
+    gallery.labelled === 0 ? "no labels" : gallery.labelled < gallery.items ? `${gallery.labelled.toLocaleString("en")} labelled` : "",
     gallery.classes ? count(gallery.classes, "class", "classes") : "",
     gallery.calibrated ? "calibrated" : "not calibrated",
     gallery.writable ? "" : "read-only",
@@ -78,7 +78,8 @@ const voided = () =>
 
 /** What holds. Promises that rest on few classes are approximate; a small growth of the gallery is covered. */
 function promised({ confidence, coverage, approximate }) {
-  const about = approximate ? " approximately (few classes were counted)" : "";
+  const counted = gallery.labelled === gallery.items ? "classes" : "pictures";
+  const about = approximate ? ` approximately (few ${counted} were counted)` : "";
   const words = [
     `Promised${about}, with ${percent(confidence)} confidence, ${condition()}.`,
     `About ${percent(coverage)} of queries get a match; the others get “unsure” or “not in the collection”.`,
@@ -96,7 +97,7 @@ const condition = () =>
 /** Why a rate cannot be promised, in the words of the service, and the smallest that can. */
 function refused({ reason }) {
   const least = gallery.promises.find(({ possible }) => possible);
-  const hint = least ? ` The smallest rate that can be promised here is ${rate(least.max_error)}.` : "";
+  const hint = least ? ` On the slider, ${rate(least.max_error)} is the smallest rate that can be promised.` : "";
   return `${sentence(reason)} Nothing is called a match.${hint}`;
 }
 

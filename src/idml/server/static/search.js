@@ -80,7 +80,10 @@ async function preview({ file, whole, item }, signal) {
     const image = make("img", { alt: `Your picture ${file.name}` });
     const url = URL.createObjectURL(file);
     image.addEventListener("load", () => (at("crop").hidden = false));
-    image.addEventListener("error", () => image.classList.add("missing")); // a format that the browser does not know
+    image.addEventListener("error", () => {
+      image.hidden = true; // a format that the browser does not know; the service may
+      if (image.id === "query") at("query-name").textContent = `${file.name} (no preview)`;
+    });
     image.src = url;
     place(image, whole === file ? file.name : `A part of ${whole.name}`);
   } else {
@@ -96,6 +99,7 @@ function place(image, words) {
   const before = at("query");
   if (before.src.startsWith("blob:")) URL.revokeObjectURL(before.src);
   image.id = "query";
+  before.removeAttribute("id"); // what happens to it now is no news
   before.replaceWith(image);
   at("query-name").textContent = words;
 }
