@@ -328,7 +328,7 @@ def test_a_folder_of_links_to_folders_is_refused_and_says_why(tmp_path):
     root.mkdir()
     for name in ("cat", "dog"):
         (root / name).symlink_to(tmp_path / "elsewhere" / name)
-    with pytest.raises(ValueError, match="no image in a sub-folder.*; 2 links to folders not followed$"):
+    with pytest.raises(ValueError, match=r"no image in a sub-folder.*; 2 links to folders not followed$"):
         load_dataset(f"folder:{root}")
 
 
