@@ -22,7 +22,7 @@ import os, time
 from idml.data import decoder_main
 
 real = decoder_main.decode_with_format
-def decode(file, name):
+def decode(file, name, **options):
     match file.getvalue():
         case b"hang":
             time.sleep(1000)
@@ -31,7 +31,7 @@ def decode(file, name):
         case b"key":
             raise decoder_main.RefusedImage("content", str("IDML_API_KEY" in os.environ))
         case _:
-            return real(file, name)
+            return real(file, name, **options)
 decoder_main.decode_with_format = decode
 decoder_main.MAX_MEMORY = 300_000_000
 decoder_main.main()

@@ -13,7 +13,7 @@ import pytest
 from PIL import GifImagePlugin, Image, PngImagePlugin, TiffImagePlugin, WebPImagePlugin
 from service_client import client_of, identity, picture, said, search
 
-from idml.data.images import decode_image
+from idml.data.images import decode_with_format
 from idml.data.metadata import remove_metadata
 from idml.search.gallery import Gallery
 from idml.search.indexing import index_folder
@@ -118,7 +118,7 @@ def test_frames_are_not_decoded(shared, monkeypatch, format):
     }[format]
     real, calls = getattr(kind, name), []
     monkeypatch.setattr(kind, name, lambda *args, **options: calls.append(args) or real(*args, **options))
-    decode_image(io.BytesIO(out.getvalue()), "x")
+    decode_with_format(io.BytesIO(out.getvalue()), "x")
     assert len(calls) <= 2
 
 
