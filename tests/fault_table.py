@@ -61,7 +61,7 @@ FAULTS = {
     "memory in one request and in all": "server/test_decoders.py::test_decoded_images_held_at_once_are_bounded server/test_decoders.py::test_memory_of_a_decoder_is_bounded server/test_security.py::test_too_many_uploads_at_once",
     "other queries of a batch change no answer": "server/test_app_search.py::test_parallel_queries_get_the_same_answers server/test_service_batches.py::test_a_broken_image_fails_only_itself",
     "no traceback reaches a client": "server/test_security.py::test_unexpected_errors_reveal_nothing",
-    "decoding bounded in time": "server/test_decoders.py::test_a_hanging_or_crashing_decoder_is_replaced data/test_images.py::test_unusual_files_are_decoded_in_a_process_with_a_deadline data/test_heif.py::test_one_part_used_many_times_ends_at_the_deadline",
+    "decoding bounded in time": "server/test_decoders.py::test_a_hanging_or_crashing_decoder_is_replaced data/test_images.py::test_unusual_files_are_decoded_in_a_process_with_a_deadline data/test_heif.py::test_one_part_used_many_times_ends_at_the_deadline server/test_decoders.py::test_a_picture_whose_decoding_hangs",
 }  # fmt: skip
 
 

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 from service_client import client_of, picture, said, search
 
-from idml.data import decoder_process
+from idml.data import decoder_process, images
 from idml.data.images import MAX_SIDE, decode_image
+from idml.search.gallery import Upload
 from idml.server import service
 from idml.server.decoders import Decoders
 from idml.server.limits import Limits
@@ -24,7 +25,7 @@ from idml.data import decoder_main
 real = decoder_main.decode_with_format
 def decode(file, name, **options):
     match file.getvalue():
-        case b"hang":
+        case data if data.endswith(b"hang"):
             time.sleep(1000)
         case b"crash":
             os.abort()
@@ -161,6 +162,26 @@ def test_an_image_is_decoded_once_and_never_in_the_service(client, monkeypatch):
     monkeypatch.setattr(uploads, "decode_image", None)
     assert client.post("/api/items", files={"image": picture(90)}).status_code == 201
     assert search(client, picture(90)).json()["results"][0]["distance"] < 1e-3
+
+
+def test_a_picture_that_must_be_decoded_is_decoded_in_a_process(client, gallery, monkeypatch):
+    """A picture of the gallery is as untrusted as an upload, whoever asks for it."""
+    upload = Upload(picture(70, size=(1800, 1300), format="TIFF"))
+    gallery.add([upload])
+    monkeypatch.setattr(images, "_decode", None)  # in this process
+    monkeypatch.setattr(images, "_decode_elsewhere", None)  # in one of the library
+    response = client.get(f"/api/items/{upload.id}/image")
+    assert response.headers["content-type"] == "image/jpeg"
+    assert Image.open(io.BytesIO(response.content)).size == (1800, 1300)
+
+
+def test_a_picture_whose_decoding_hangs(gallery, special):
+    upload = Upload(picture(71, format="TIFF") + b"hang")
+    gallery.add([upload])
+    with client_of(gallery, limits=Limits(decode_seconds=0.5)) as client:
+        response = client.get(f"/api/items/{upload.id}/image")
+        assert response.status_code == 404
+        assert "not an image that can be read" in said(response)
 
 
 def test_health_tells_of_a_stuck_service(gallery, monkeypatch):
