@@ -65,23 +65,26 @@ def test_a_lock_keeps_the_content_of_its_file(tmp_path):
 
 
 def test_a_second_process_waits_for_the_lock(tmp_path):
-    code = f"from pathlib import Path; from idml.files import lock_file; lock_file(Path({str(tmp_path / 'lock')!r}))"
+    code = "from pathlib import Path; from idml.files import lock_file; print('asks', flush=True); "
+    code += f"lock_file(Path({str(tmp_path / 'lock')!r}))"
     with lock_file(tmp_path / "lock"):
-        waiting = subprocess.Popen([sys.executable, "-c", code])
+        waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert waiting.stdout.readline() == b"asks\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(1)
+            waiting.wait(0.5)
     assert waiting.wait(600) == 0
+    waiting.stdout.close()
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path):
     lock = lock_file(tmp_path / "lock")
     child = os.fork()
     if child == 0:
-        time.sleep(30)
+        time.sleep(1000)
         os._exit(0)
     try:
         lock.close()
-        for _ in range(100):  # the child closes its copy as soon as it runs
+        for _ in range(6000):  # the child closes its copy as soon as it runs
             try:
                 lock_file(tmp_path / "lock", wait=False).close()
                 break

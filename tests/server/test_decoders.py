@@ -80,13 +80,17 @@ def test_the_same_pixels_as_in_process(options, monkeypatch):
 
 def test_a_hanging_or_crashing_decoder_is_replaced(special):
     async def work(decoders):
-        for _ in range(2):  # each process is replaced
-            slow, crashed = await asyncio.gather(refusal(decoders, b"hang"), refusal(decoders, b"crash"))
-            assert slow == (422, "decoding the image took longer than 2 seconds")
-            assert crashed == (422, "the image cannot be decoded")
+        for data, seconds, reason in (
+            (b"hang", 0.3, "decoding the image took longer than 0.3 seconds"),
+            (b"crash", 1000.0, "the image cannot be decoded"),
+        ):
+            decoders._seconds = seconds
+            for _ in range(2):  # each process is replaced
+                refusals = await asyncio.gather(refusal(decoders, data), refusal(decoders, data))
+                assert refusals == [(422, reason)] * 2
         assert (await decode(decoders, picture(1))).image.size == (40, 32)
 
-    run(work, decode_seconds=2)
+    run(work)
 
 
 def test_memory_of_a_decoder_is_bounded(special):
@@ -109,15 +113,23 @@ def test_a_decoder_knows_no_key(special, monkeypatch):
 def test_decoded_images_held_at_once_are_bounded():
     held, most = 0, 0
 
-    async def hold(decoders, number):
+    async def hold(decoders, number, go_on):
         nonlocal held, most
         async with decoders.decode(picture(number)):
             held += 1
             most = max(most, held)
-            await asyncio.sleep(0.05)
+            if held == 3:
+                while not decoders._pixels._waiting and held == 3:  # until a fourth waits, or is let in
+                    await asyncio.sleep(0.001)
+                go_on.set()
+            await go_on.wait()
             held -= 1
 
-    run(lambda decoders: asyncio.gather(*[hold(decoders, n) for n in range(9)]), pixels=3 * 40 * 32)
+    async def work(decoders):
+        go_on = asyncio.Event()
+        await asyncio.gather(*[hold(decoders, n, go_on) for n in range(9)])
+
+    run(work, pixels=3 * 40 * 32)
     assert most == 3
 
 
@@ -204,6 +216,7 @@ def test_health_tells_of_a_stuck_service(gallery, monkeypatch):
 
 def test_health_tells_of_readers_that_hang(gallery, monkeypatch):
     go_on = threading.Event()
+    monkeypatch.setattr(service, "_POLL_SECONDS", 1000.0)  # the worker does nothing that could take long
     monkeypatch.setattr(type(gallery.engine), "__len__", lambda engine: go_on.wait() and 12)
     with client_of(gallery, limits=Limits(stuck_seconds=0.05)) as client:
         response = client.get("/api/health")
