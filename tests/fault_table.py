@@ -34,7 +34,7 @@ FAULTS = {
     "SIGTERM; a loader process is killed": "training/test_resume.py::test_sigterm_writes_a_checkpoint_and_exits training/test_faults.py::test_a_killed_loader_process_is_one_line_and_the_run_resumes",
     "two runs in one directory": "training/test_loop.py::test_two_runs_in_one_directory",
     "kill -9 in an add and in a compaction": "search/test_kills.py::test_killed_at_random_moments search/test_kills.py::test_killed_in_the_middle search/test_indexing.py::test_killed_at_random_moments",
-    "two writers": "search/test_readers.py::test_several_processes_write_at_once search/test_kills.py::test_killed_beside_other_writers",
+    "two writers": "test_files.py::test_several_writers_of_one_file search/test_readers.py::test_several_processes_write_at_once search/test_kills.py::test_killed_beside_other_writers",
     "a reader beside a writer": "search/test_readers.py::test_a_reader_beside_a_busy_writer",
     "another dimension or another model": "search/engine_contract.py::test_bound_to_its_model search/test_gallery.py::test_another_model_is_refused",
     "flipped bits and truncation: database, model, calibration, roots, uploads": "search/test_damage.py::test_every_flipped_bit_is_found_or_harmless search/test_damage.py::test_a_database_that_is_cut search/test_integrity.py::test_a_flipped_bit_in_any_file_is_found",

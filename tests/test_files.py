@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -28,6 +29,31 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         write_atomic(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_several_writers_of_one_file(tmp_path, monkeypatch):
+    """Each publishes its own content as a whole, whoever else writes the same file at that moment."""
+    monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.001))  # the others run
+    contents = [bytes([number]) * 100_000 for number in range(4)]
+    write_atomic(tmp_path / "a", contents[0])
+    seen, wrong = set(), []
+
+    def write(content):
+        try:
+            for _ in range(20):
+                write_atomic(tmp_path / "a", content)
+                seen.add((tmp_path / "a").read_bytes())
+        except OSError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert seen <= set(contents)
     assert os.listdir(tmp_path) == ["a"]
 
 
