@@ -57,7 +57,7 @@ FAULTS = {
     "restart under load; a decoder hangs": "test_chaos.py::test_a_short_run server/test_serve.py::test_a_signal_during_a_request server/test_serve.py::test_a_signal_while_decoders_hang",
     "keys": "server/test_security.py::test_roles_of_all_routes server/test_security_keys.py::test_both_keys_are_always_compared_in_constant_time server/test_schema.py::test_nothing_is_answered_without_a_key",
     "HTML and controls in names": "server/test_page_items.py::test_markup_in_labels_stays_text_everywhere test_cli_search.py::test_names_from_folders_are_escaped",
-    "formulas in CSV": "audit/test_audit_run.py::test_a_formula_in_a_name_a_label_or_a_score_is_quoted",
+    "formulas in CSV": "audit/test_decisions.py::test_formulas_are_escaped audit/test_audit_run.py::test_a_formula_in_a_name_a_label_or_a_score_is_quoted",
     "memory in one request and in all": "server/test_decoders.py::test_decoded_images_held_at_once_are_bounded server/test_decoders.py::test_memory_of_a_decoder_is_bounded server/test_security.py::test_too_many_uploads_at_once",
     "other queries of a batch change no answer": "server/test_app_search.py::test_parallel_queries_get_the_same_answers server/test_service_batches.py::test_a_broken_image_fails_only_itself",
     "no traceback reaches a client": "server/test_security.py::test_unexpected_errors_reveal_nothing",
