@@ -185,6 +185,7 @@ def server(tmp_path_factory, tiny_run):
         server.few = server.files()
         yield server
         assert "Traceback" not in "".join(server.said)  # nothing of all this was unforeseen
+        assert "Invalid HTTP request" not in "".join(server.said)  # strangers cannot fill the disk with the log
 
 
 def test_the_service_answers(server):
