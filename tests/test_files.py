@@ -19,6 +19,13 @@ def test_an_atomic_write_replaces_the_file_and_leaves_no_other(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_what_a_kill_left_does_not_become_part_of_the_file(tmp_path):
+    (tmp_path / ".a.part").write_bytes(b"longer than the new content")
+    write_atomic(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     write_atomic(tmp_path / "a", b"old")
 
