@@ -12,6 +12,8 @@ def test_every_fault_has_tests_that_exist():
 def test_the_page_has_the_current_table():
     text = fault_table.PAGE.read_text()
     assert fault_table.with_table(text) == text
+    tests = {test for tests in fault_table.FAULTS.values() for test in tests.split()}
+    assert f"| 50 faults, {len(tests)} tests |" in text
 
 
 def test_a_test_that_is_gone_is_named(monkeypatch):

@@ -22,18 +22,34 @@ _held: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # the open lock files of t
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file under a temporary name, force it to disk and rename it.
 
-    If the process is killed at any moment, the old file or the new one is there, never a part of it.
+    If the process is killed at any moment, the old file or the new one is there, never a part of it. Several processes
+    and threads may write the same file: each waits for the one before.
     """
     temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
+    with _lock_name(temporary) as file:
+        try:
+            file.truncate(0)  # what a kill left
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            temporary.replace(path)  # from here on the temporary name belongs to the next one
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     sync_folder(path.parent)
+
+
+def _lock_name(path: Path) -> BinaryIO:
+    """Lock the file that has this name when the lock is held: the one before may have renamed or deleted it."""
+    while True:
+        file = lock_file(path)
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()
 
 
 def sync_folder(folder: Path) -> None:

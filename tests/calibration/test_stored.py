@@ -15,7 +15,7 @@ from sklearn.isotonic import IsotonicRegression
 from idml.calibration.confidence import ConfidenceModel
 from idml.calibration.evidence import Evidence, Profile
 from idml.calibration.risk_control import ThresholdCounts, candidate_thresholds
-from idml.calibration.stored import Calibration, MatchCurve, split_queries
+from idml.calibration.stored import Calibration, Grouping, MatchCurve, split_queries
 
 DELTA = 0.1
 ROUNDS = 250
@@ -311,6 +311,8 @@ IMPOSSIBLE = {
     "bins": [lambda x: [{**x[0], "count": 0}], lambda x: [{**x[0], "accuracy": 7.0}], lambda x: [{**x[0], "low": 1.0}]],
     "profile": [{"size": 0, "nearest": [0.1]}, {"size": 5, "nearest": []}, {"size": 5, "nearest": [-0.5]}],
     "unknown": [-1.0, 1.5],
+    "recognised": [-1.0, 1.5, 1e308],
+    "rejected": [-1.0, 1.5, 1e308],
 }
 
 
@@ -326,6 +328,33 @@ def test_impossible_content_with_a_right_checksum_is_refused(tmp_path, path):
         with pytest.raises(ValueError, match=r"hostile\.json is damaged") as refusal:
             Calibration.load(tmp_path / "hostile.json")
         assert "\n" not in str(refusal.value)
+
+
+CLUSTERED = {
+    "counts.moments.wrong": [[], lambda x: [-0.5, *x[1:]], lambda x: [1.5, *x[1:]]],
+    "counts.moments.effective": [lambda x: [-1.0, *x[1:]], lambda x: [1e308, *x[1:]], []],
+    "counts.moments.variance": [lambda x: [[1e308, 0.0, 0.0], *x[1:]], lambda x: x[1:]],
+    "counts.moments.shared": [lambda x: [[-1e308, 0.0, 0.0], *x[1:]], []],
+    "counts.moments.clusters": [-1, 10**30],
+}
+
+
+@pytest.mark.parametrize("path", CLUSTERED)
+def test_impossible_sums_over_clusters_are_refused(tmp_path, path):
+    """Negative sums of wrong answers would promise what nobody counted."""
+    groups = torch.arange(240) // 6
+    known = groups % 4 != 0
+    same = (torch.rand(240, 5) > 0.3) & known[:, None]
+    evidence = Evidence(*torch.rand(5, 240))
+    grouping = Grouping(0.25, known_by_image=False)
+    found = Calibration.fit(evidence, same[:, 0], labelled=False, known=known, groups=groups, grouping=grouping)
+    for value in CLUSTERED[path]:
+        whole = json.loads(found.encode())
+        change(whole["content"], path, value)
+        whole["checksum"] = hashlib.sha256(json.dumps(whole["content"], sort_keys=True).encode()).hexdigest()
+        with pytest.raises(ValueError, match=r"hostile\.json is damaged: the sums over clusters"):
+            Calibration.decode(json.dumps(whole).encode(), "hostile.json")
+    assert Calibration.decode(found.encode(), "c.json") == found
 
 
 def test_a_calibration_without_a_match_curve_says_so_and_older_files_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from idml.data import decoder_process, images
 from idml.data.images import RefusedImage, container_of, decode_image, load_square, read_image
-from idml.data.metadata import remove_metadata
+from idml.data.metadata import strip_metadata, write_again
 
 KINDS = ("HEIF", "AVIF")
 ORIENTATION = 0x0112
@@ -47,7 +47,6 @@ def test_turned_upright(kind, orientation):
     data = encode(stored, kind, exif=exif.tobytes())
     assert orientation == 1 or b"irot" in data  # the container says it too; readers of HEIF ignore EXIF's word
     assert difference(decode_image(io.BytesIO(data), "x"), blocks()) < 8
-    assert difference(Image.open(io.BytesIO(remove_metadata(data))), blocks()) < 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +64,8 @@ def test_served_pictures_are_jpeg_without_metadata(kind):
     exif[0x010E] = "a secret place"
     data = encode(blocks(), kind, exif=exif)
     assert b"secret" in data
-    clean = remove_metadata(data)
+    assert strip_metadata(data) is None
+    clean = write_again(decode_image(io.BytesIO(data), "x"))
     assert b"secret" not in clean
     assert Image.open(io.BytesIO(clean)).format == "JPEG"
 

@@ -385,6 +385,68 @@ def test_scans_behind_padding_are_counted(padding):
     assert images.count_scans(io.BytesIO(padded)) == 206
 
 
+def test_scans_behind_an_unknown_marker_are_counted():
+    """Within a scan a decoder skips the marker FF 02, but not the segment whose length seems to follow it."""
+    data = with_scans(0)
+    first, last = data.index(b"\xff\xda"), data.rindex(b"\xff\xda")
+    restarts = b"\xff\xdd\0\x04\0\x01"
+    empty = data[last : last + 10]  # a scan's head alone
+    hidden = data[:first] + restarts + data[first:-2] + empty + b"\xff\x02\xff\xff" + empty * 5000 + b"\xff\xd9"
+    assert Image.open(io.BytesIO(hidden)).convert("RGB").size == (48, 32)  # it is a picture
+    assert images.count_scans(io.BytesIO(hidden)) == 5007
+    with pytest.raises(ValueError, match="5007 scans, more than 100"):
+        images.decode_image(io.BytesIO(hidden), "x")
+
+
+def arithmetic_jpeg():
+    """A grey JPEG with arithmetic coding and two scans without data."""
+    frame = struct.pack(">BHHB", 8, 32, 48, 1) + bytes([1, 0x11, 0])
+    scans = [b"\xff\xda\0\x08" + bytes([1, 1, 0, *band]) for band in ((0, 0, 0), (1, 63, 0))]
+    tables = b"\xff\xdb\0\x43\0" + bytes([1] * 64)
+    return b"\xff\xd8" + tables + b"\xff\xca\0\x0b" + frame + b"".join(scans) + b"\xff\xd9"
+
+
+def saved_bytes(format):
+    out = io.BytesIO()
+    Image.fromarray(blocks()).save(out, format)
+    return out.getvalue()
+
+
+UNUSUAL = {
+    "many scans": with_scans(30),
+    "arithmetic": arithmetic_jpeg(),
+    "BMP": saved_bytes("BMP"),
+    "TIFF": saved_bytes("TIFF"),
+    "large": saved_bytes("PNG") + bytes(16_000_000),
+}
+
+
+@pytest.mark.parametrize("data", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_files_are_decoded_in_a_process_with_a_deadline(data, monkeypatch):
+    expected = images.decode_with_format(io.BytesIO(data), "x").image
+    monkeypatch.setattr(images, "_decode", None)  # in this process
+    assert np.array_equal(images.decode_image(io.BytesIO(data), "x"), expected)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP"])
+def test_ordinary_files_need_no_process(format, monkeypatch):
+    monkeypatch.setattr(images, "_decode_elsewhere", None)
+    assert images.decode_image(io.BytesIO(saved_bytes(format)), "x").size == (48, 32)
+    images.decode_image(io.BytesIO(with_scans(0)), "x")
+    with pytest.raises(ValueError, match="scans"):
+        images.decode_image(io.BytesIO(with_scans(100)), "x")
+
+
+def test_a_process_decodes_at_the_same_size(monkeypatch):
+    out = io.BytesIO()
+    Image.new("RGB", (2400, 1200), RED).save(out, "JPEG")
+    sizes = [images.decode_image(out, "x", min_side=side).size for side in (32, 601)]
+    assert sizes[0] != sizes[1]
+    monkeypatch.setattr(images, "_USUAL_BYTES", 0)
+    monkeypatch.setattr(images, "_decode", None)
+    assert [images.decode_image(out, "x", min_side=side).size for side in (32, 601)] == sizes
+
+
 def test_sides_and_tiles_are_bounded(saved, tmp_path):
     """Resizing takes memory in proportion to the longer side; a tile is decoded whole."""
     refused(saved(Image.new("1", (MAX_SIDE + 1, 1)), "wide.png"), "65536×1 pixels, a side of more than 65,535")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from idml.model import model
 from idml.model.model import FILE, build_model, load_model, save_model
 
 
@@ -189,9 +190,21 @@ def test_the_number_of_slices_is_bounded(tmp_path):
     refused(write(tmp_path / "other.safetensors", tensors, {**config, **many}), "at most 1,024 slices, got 1,025")
 
 
+def test_no_network_of_an_ensemble_is_built_that_the_file_cannot_hold(tmp_path, monkeypatch):
+    tensors, config = parts(tmp_path)
+    built, real = [], model.build_trunk
+    monkeypatch.setattr(model, "build_branches", None)
+    monkeypatch.setattr(model, "build_trunk", lambda *a, **k: built.append(a) or real(*a, **k))
+    many = {"head": "logit_parts", "branching": "ensemble", "slices": [str(n) for n in range(1000)]}
+    refused(write(tmp_path / "other.safetensors", tensors, {**config, **many}), "its 1,000 networks have .* tensors")
+    assert len(built) == 1
+
+
 def test_configurations_that_cannot_be_read(tmp_path):
     tensors, config = parts(tmp_path)
     path = tmp_path / "other.safetensors"
+    for name in ("weights_file", "weights_sha256"):
+        refused(write(path, tensors, {**config, name: ["x"]}), f"{name} must be a text")
     refused(write(path, tensors, {**config, "colour": "red"}), "a model configuration that .* cannot read .*'colour'")
     for wrong in ({**config, "embedding_dim": -8}, {**config, "u_hidden": "x"}, [1], None, "text"):
         refused(write(path, tensors, wrong), "a model configuration that this version cannot read")

@@ -30,6 +30,9 @@ def original(tmp_path_factory, tiny_run):
     """A gallery with everything a gallery may have, and the folder that it indexes."""
     root = tmp_path_factory.mktemp("verify")
     shutil.copytree(tiny_run, root / "run")
+    for name, content in (("learned.json", {"trunk": "frozen", "images": ["0" * 64]}), ("source.json", {"name": "x"})):
+        (root / "run" / name).write_text(json.dumps(content))
+    (root / "run" / "config.yaml").write_text("epochs: 3\n")
     evidence = Evidence(*torch.rand(5, 60))
     found = Calibration.fit(evidence, torch.rand(60) > 0.5, labelled=False, model=fingerprint(root / "run"))
     for number in range(3):
@@ -65,7 +68,8 @@ def test_a_flipped_bit_in_any_file_is_found(place):
     chance = random.Random(0)
     files = [file for folder in ("model", "uploads") for file in (place / folder).iterdir()]
     files += [place / name for name in ("roots.json", "calibration.json", "feedback.json")]
-    assert "model.safetensors" in {file.name for file in files}
+    beside = {"model.safetensors", "config.yaml", "learned.json", "source.json", "checksums.json"}
+    assert beside <= {file.name for file in files}
     for file in files:
         content = file.read_bytes()
         for _ in range(12 if len(content) < 10_000 else 4):
@@ -111,6 +115,22 @@ def test_missing_and_changed_originals_are_named(place, original, tmp_path, caps
     assert sum("the images of the root 'photos' are missing" in line for line in problems(place)) == 1
     (place / "roots.json").unlink()
     assert any("not among the roots" in line for line in problems(place))
+
+
+def test_a_missing_file_beside_the_model_is_named(place):
+    for name in ("config.yaml", "learned.json"):
+        (place / "model" / name).unlink()
+        assert any(f"{name}: it is missing" in line for line in problems(place))
+    (place / "model" / "checksums.json").unlink()  # as in a gallery of version 0.1.0
+    assert problems(place) == []
+
+
+def test_another_run_of_the_same_model_brings_its_own_files(place, original, tmp_path):
+    shutil.copytree(original / "run", tmp_path / "run")
+    (tmp_path / "run" / "learned.json").write_text('{"trunk": "frozen", "images": []}')
+    Gallery.open(place, run=tmp_path / "run", write=True).close()
+    assert (place / "model" / "learned.json").read_text() == '{"trunk": "frozen", "images": []}'
+    assert problems(place) == []
 
 
 def test_a_missing_or_foreign_model_is_named(place, original):

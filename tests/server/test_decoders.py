@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 from service_client import client_of, picture, said, search
 
-from idml.data import decoder_process
+from idml.data import decoder_process, images
 from idml.data.images import MAX_SIDE, decode_image
+from idml.search.gallery import Upload
 from idml.server import service
 from idml.server.decoders import Decoders
 from idml.server.limits import Limits
@@ -22,16 +23,16 @@ import os, time
 from idml.data import decoder_main
 
 real = decoder_main.decode_with_format
-def decode(file, name):
+def decode(file, name, **options):
     match file.getvalue():
-        case b"hang":
+        case data if data.endswith(b"hang"):
             time.sleep(1000)
         case b"crash":
             os.abort()
         case b"key":
             raise decoder_main.RefusedImage("content", str("IDML_API_KEY" in os.environ))
         case _:
-            return real(file, name)
+            return real(file, name, **options)
 decoder_main.decode_with_format = decode
 decoder_main.MAX_MEMORY = 300_000_000
 decoder_main.main()
@@ -79,13 +80,17 @@ def test_the_same_pixels_as_in_process(options, monkeypatch):
 
 def test_a_hanging_or_crashing_decoder_is_replaced(special):
     async def work(decoders):
-        for _ in range(2):  # each process is replaced
-            slow, crashed = await asyncio.gather(refusal(decoders, b"hang"), refusal(decoders, b"crash"))
-            assert slow == (422, "decoding the image took longer than 2 seconds")
-            assert crashed == (422, "the image cannot be decoded")
+        for data, seconds, reason in (
+            (b"hang", 0.3, "decoding the image took longer than 0.3 seconds"),
+            (b"crash", 1000.0, "the image cannot be decoded"),
+        ):
+            decoders._seconds = seconds
+            for _ in range(2):  # each process is replaced
+                refusals = await asyncio.gather(refusal(decoders, data), refusal(decoders, data))
+                assert refusals == [(422, reason)] * 2
         assert (await decode(decoders, picture(1))).image.size == (40, 32)
 
-    run(work, decode_seconds=2)
+    run(work)
 
 
 def test_memory_of_a_decoder_is_bounded(special):
@@ -108,15 +113,23 @@ def test_a_decoder_knows_no_key(special, monkeypatch):
 def test_decoded_images_held_at_once_are_bounded():
     held, most = 0, 0
 
-    async def hold(decoders, number):
+    async def hold(decoders, number, go_on):
         nonlocal held, most
         async with decoders.decode(picture(number)):
             held += 1
             most = max(most, held)
-            await asyncio.sleep(0.05)
+            if held == 3:
+                while not decoders._pixels._waiting and held == 3:  # until a fourth waits, or is let in
+                    await asyncio.sleep(0.001)
+                go_on.set()
+            await go_on.wait()
             held -= 1
 
-    run(lambda decoders: asyncio.gather(*[hold(decoders, n) for n in range(9)]), pixels=3 * 40 * 32)
+    async def work(decoders):
+        go_on = asyncio.Event()
+        await asyncio.gather(*[hold(decoders, n, go_on) for n in range(9)])
+
+    run(work, pixels=3 * 40 * 32)
     assert most == 3
 
 
@@ -163,6 +176,26 @@ def test_an_image_is_decoded_once_and_never_in_the_service(client, monkeypatch):
     assert search(client, picture(90)).json()["results"][0]["distance"] < 1e-3
 
 
+def test_a_picture_that_must_be_decoded_is_decoded_in_a_process(client, gallery, monkeypatch):
+    """A picture of the gallery is as untrusted as an upload, whoever asks for it."""
+    upload = Upload(picture(70, size=(1800, 1300), format="TIFF"))
+    gallery.add([upload])
+    monkeypatch.setattr(images, "_decode", None)  # in this process
+    monkeypatch.setattr(images, "_decode_elsewhere", None)  # in one of the library
+    response = client.get(f"/api/items/{upload.id}/image")
+    assert response.headers["content-type"] == "image/jpeg"
+    assert Image.open(io.BytesIO(response.content)).size == (1800, 1300)
+
+
+def test_a_picture_whose_decoding_hangs(gallery, special):
+    upload = Upload(picture(71, format="TIFF") + b"hang")
+    gallery.add([upload])
+    with client_of(gallery, limits=Limits(decode_seconds=0.5)) as client:
+        response = client.get(f"/api/items/{upload.id}/image")
+        assert response.status_code == 404
+        assert "not an image that can be read" in said(response)
+
+
 def test_health_tells_of_a_stuck_service(gallery, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     real = gallery.search
@@ -183,6 +216,7 @@ def test_health_tells_of_a_stuck_service(gallery, monkeypatch):
 
 def test_health_tells_of_readers_that_hang(gallery, monkeypatch):
     go_on = threading.Event()
+    monkeypatch.setattr(service, "_POLL_SECONDS", 1000.0)  # the worker does nothing that could take long
     monkeypatch.setattr(type(gallery.engine), "__len__", lambda engine: go_on.wait() and 12)
     with client_of(gallery, limits=Limits(stuck_seconds=0.05)) as client:
         response = client.get("/api/health")

@@ -40,6 +40,7 @@ _STEPS, _FINE, _STARTS, _EARLY, _ENOUGH = 128, 1.05, (16, 32, 64), (4, 8), 32
 
 _SHIFT, _CHANCE = 0.1, 0.01  # of drift: Kolmogorov–Smirnov distance, p-value
 FEWEST_CLUSTERS, ENOUGH_CLUSTERS = 10, 50  # with fewer clusters there is no promise, or an approximate one
+_ROUNDING, _MOST_SPREAD, _MOST_QUERIES = 1e-9, 10.0, 1e12  # bounds of the sums in a stored calibration
 GROWTH = 0.2  # a gallery may grow or shrink by this share before its calibration is void
 _NOTICED, _CERTAIN = 20, 0.01  # of unknown queries: how many answers to look at, p-value
 
@@ -113,6 +114,19 @@ def clustered_p_values(moments: ClusterMoments, max_error: float) -> list[float]
     z = wrong - max_error * answered
     ratio = np.divide(z, np.sqrt(spread.clip(0)), out=np.where(z < 0, -np.inf, np.inf), where=spread > 1e-30)
     return [float(x) for x in np.maximum(by_image, stdtr(moments.clusters - 1, ratio))]
+
+
+def _are_possible(moments: ClusterMoments, thresholds: int) -> bool:
+    """Whether a sample can have these sums: A and E are at most 1, and so is what a cluster adds to V and C."""
+    columns = (moments.answered, moments.wrong, moments.effective, moments.variance, moments.shared)
+    shares = zip(moments.wrong, moments.answered, strict=False)
+    spread = (abs(x) for row in (*moments.variance, *moments.shared) for x in row)
+    return (
+        all(len(column) == thresholds for column in columns)
+        and all(0 <= wrong <= answered + _ROUNDING <= 1 + 2 * _ROUNDING for wrong, answered in shares)
+        and all(x <= _MOST_SPREAD for x in spread)
+        and all(0 <= n <= _MOST_QUERIES for n in (*moments.effective, moments.clusters))
+    )
 
 
 def sequential_test(p: Sequence[float], level: float, starts: Sequence[int] = (0,)) -> list[bool]:
@@ -221,6 +235,9 @@ class ThresholdCounts:
             raise ValueError("the table of thresholds has impossible starts")
         if any(x is not None and len(x.answered) != n for x in (self.moments, self.pilot)):
             raise ValueError("the table of thresholds is empty, or its columns have different lengths")
+        for moments in (self.moments, self.pilot):
+            if moments is not None and not _are_possible(moments, n):
+                raise ValueError("the sums over clusters have impossible values")
 
     @classmethod
     def of(

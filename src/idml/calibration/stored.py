@@ -173,8 +173,10 @@ class Calibration:
     """What the queries were, in words; empty if nobody said."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.unknown <= 1:
-            raise ValueError(f"the share of unknown queries is a number from 0 to 1, not {self.unknown!r}")
+        for name in ("unknown", "recognised", "rejected"):
+            share = getattr(self, name)
+            if not (share is None or 0 <= share <= 1):
+                raise ValueError(f"the share of {name} queries is a number from 0 to 1, not {share!r}")
         if self.novelty_score not in _NOVELTY_SCORES:
             raise ValueError(f"unknown score of novelty {self.novelty_score!r}")
         needed = {"level", "margin" if self.labelled else "gap", *self.confidence_model.features}

@@ -8,7 +8,7 @@ import signal
 import socket
 import struct
 
-from idml.data.decoder_process import READY, RefusedImage, receive, split_rows
+from idml.data.decoder_process import JOB, READY, RefusedImage, receive, split_rows
 from idml.data.images import decode_with_format
 
 MAX_MEMORY = 1_500_000_000  # bytes of address space; an image of 64 million pixels needs up to 1.1 GB
@@ -25,17 +25,17 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print what they think of broken images
     while True:
         try:
-            length, letters = struct.unpack(">QI", receive(channel, 12))
+            length, min_side, letters = JOB.unpack(receive(channel, JOB.size))
             name = receive(channel, letters).decode("utf-8", "surrogateescape")
-            _do_job(channel, receive(channel, length), name)
+            _do_job(channel, io.BytesIO(receive(channel, length)), name, min_side)
         except (EOFError, OSError):
             return
 
 
-def _do_job(channel: socket.socket, data: bytearray, name: str) -> None:
+def _do_job(channel: socket.socket, file: io.BytesIO, name: str, min_side: int) -> None:
     signal.alarm(_ORPHAN_SECONDS)  # kills the process, also within a decoder's C code
     try:
-        image, format = decode_with_format(io.BytesIO(data), name)
+        image, format = decode_with_format(file, name, min_side=min_side)
     except RefusedImage as error:
         _send(channel, {"refused": error.kind, "reason": str(error)})
         return

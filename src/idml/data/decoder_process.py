@@ -3,7 +3,7 @@
 `DecoderProcess` is the side of the caller. The process itself is ``python -m idml.data.decoder_main``. Of the large
 libraries it imports Pillow alone. It reads jobs from a socket (its standard input) and ends when the socket closes.
 
-    job      length of the image (8 bytes), of its name (4 bytes); the name, the image
+    job      length of the image (8 bytes), smallest side to decode (4), length of the name (4); the name, the image
     reply    length (4 bytes), JSON: format, width and height, or refused and reason
     pixels   RGB, row by row, if the image was decoded
 """
@@ -23,7 +23,7 @@ from PIL import Image
 COMMAND = (sys.executable, "-m", "idml.data.decoder_main")
 _BAND = 1 << 22  # bytes of pixels that are copied at a time
 READY = b"ready"
-
+JOB = struct.Struct(">QII")
 
 Refusal = Literal["format", "size", "content"]
 
@@ -66,15 +66,18 @@ class DecoderProcess:
         self._child: _Child | None = None
         self._header: DecodedHeader | None = None
 
-    def decode(self, data: bytes, name: str = "upload") -> DecodedHeader:
-        """Decode an image; an image that cannot be read is a `RefusedImage` with its ``name``."""
+    def decode(self, data: bytes, name: str = "upload", min_side: int = 0) -> DecodedHeader:
+        """Decode an image as `idml.data.images.decode_image` does.
+
+        An image that cannot be read is a `RefusedImage` with its ``name``.
+        """
         if self._header is not None:  # nobody has read the pixels of the last image
             self.kill()
         child = self._child
         if child is None:
             child = self._child = _Child(self._command)
         try:
-            reply = child.decode(data, name)
+            reply = child.decode(data, name, min_side)
         except (EOFError, OSError):
             failed_to_start = not child.ready and self._child is child
             self.kill()
@@ -115,13 +118,13 @@ class _Child:
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
 
-    def decode(self, data: bytes, name: str) -> dict[str, Any]:
+    def decode(self, data: bytes, name: str, min_side: int) -> dict[str, Any]:
         with self._lock:
             if not self.ready:
                 receive(self._channel, len(READY))
                 self.ready = True
             called = name.encode("utf-8", "surrogateescape")
-            self._channel.sendall(struct.pack(">QI", len(data), len(called)) + called)
+            self._channel.sendall(JOB.pack(len(data), min_side, len(called)) + called)
             self._channel.sendall(data)
             (length,) = struct.unpack(">I", receive(self._channel, 4))
             reply: dict[str, Any] = json.loads(bytes(receive(self._channel, length)))

@@ -1,14 +1,16 @@
 """Decoding and resizing of images. Images are untrusted input: only known formats and bounded sizes are decoded.
 
-Time and memory of decoding are bounded by counts that are checked first: bytes of the file, pixels, and scans of a JPEG
-(each scan of a few bytes may visit every pixel). So the time is at most a constant times (bytes + pixels · scans).
+Ordinary files are decoded where they are needed: JPEG, PNG, WebP and GIF with bounded bytes, pixels, and scans of a
+JPEG (each scan of a few bytes may visit every pixel). So the time is at most a constant times (bytes + pixels · scans).
 
-HEIF (with the HEVC of phones: HEIC) and AVIF are different: a header can name a small size for a large coded picture,
-and one part of a picture can be used thousands of times. So they are left to a decoder process, which has a deadline
-and little memory.
+Everything else is left to a decoder process, which has a deadline and little memory: larger files, JPEGs with unusually
+many scans or with arithmetic coding, and formats whose time and memory do not follow from such counts. In HEIF (with
+the HEVC of phones: HEIC) and AVIF a header can name a small size for a large coded picture, and one part of a picture
+can be used thousands of times. A TIFF may use one part for every tile. Compressed BMP is decoded in Python.
 """
 
 import os
+import re
 import struct
 import threading
 import warnings
@@ -27,10 +29,15 @@ if TYPE_CHECKING:  # decoder processes need no numpy: they start in a fraction o
     from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF")
-ISOLATED = ("AVIF", "HEIF")  # decoded in a process of their own
+_CONTAINERS = ("AVIF", "HEIF")
 MAX_PIXELS = 64_000_000
 MAX_SIDE = 65_535  # the largest side of a JPEG; the memory for resizing an image grows with its longer side
-MAX_SCANS = 100  # an ordinary progressive JPEG has 10 (18 in CMYK)
+MAX_SCANS = 100
+_USUAL_SCANS = 20  # an ordinary progressive JPEG has 10 (18 in CMYK)
+_USUAL_BYTES = 16_000_000
+_ISOLATED_STARTS = (b"BM", b"II", b"MM")  # BMP and TIFF
+_SCAN = b"\xff\xda"  # the marker that begins a scan
+_ARITHMETIC = re.compile(rb"\xff[\xc9-\xcb\xcd-\xcf]")  # markers of JPEGs that hardly anybody writes
 MIN_SIDE = 512
 _BLOCK = 1 << 18  # pixels that are converted at a time
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
@@ -56,7 +63,7 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_
     embedding a little. So at least 512 pixels are decoded even if fewer are wanted: a photo then has the same pixels in
     training, evaluation and search. An image that cannot be read is a ``ValueError`` with its ``name``.
 
-    HEIF and AVIF are decoded by another process, which is killed after `DECODE_SECONDS` (see the head of this file).
+    Some files are decoded by another process, which is killed after `DECODE_SECONDS` (see the head of this file).
     """
     try:
         if not isinstance(file, str | Path):
@@ -74,14 +81,30 @@ def decode_image(file: str | Path | BinaryIO, name: str, *, min_side: int = MIN_
 
 
 def _decode_anywhere(file: BinaryIO, name: str, min_side: int) -> Decoded:
-    file.seek(0)
-    if container_of(file.read(12)) is None:
+    if _is_ordinary(file):
         return decode_with_format(file, name, min_side=min_side)
     file.seek(0)
     data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise RefusedImage("size", f"cannot read the image {name!r}: it is larger than {_MAX_BYTES:,} bytes")
-    return _decode_elsewhere(data, name)
+    return _decode_elsewhere(data, name, min_side)
+
+
+def _is_ordinary(file: BinaryIO) -> bool:
+    """Whether this process may decode a file, or refuse it; see the head of this file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    start = file.read(12)
+    if size > _USUAL_BYTES or start.startswith(_ISOLATED_STARTS) or container_of(start) is not None:
+        return False
+    if not start.startswith(b"\xff\xd8"):
+        return True
+    file.seek(0)
+    data = file.read()
+    most = data.count(_SCAN)
+    if most > _USUAL_SCANS:
+        return count_scans(file) > MAX_SCANS  # it is refused at once
+    return most < 2 or _ARITHMETIC.search(data) is None
 
 
 def container_of(start: bytes) -> Literal["AVIF", "HEIF"] | None:
@@ -101,14 +124,14 @@ def open_image(file: BinaryIO) -> Image.Image:
     container = container_of(file.read(12))
     file.seek(0)
     if container is None:
-        return Image.open(file, formats=[name for name in FORMATS if name not in ISOLATED])
+        return Image.open(file, formats=[name for name in FORMATS if name not in _CONTAINERS])
     if container == "HEIF":
         _register_heif()
     from PIL import AvifImagePlugin
 
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1
     try:
-        return Image.open(file, formats=ISOLATED if container == "HEIF" else ["AVIF"])
+        return Image.open(file, formats=_CONTAINERS if container == "HEIF" else ["AVIF"])
     except UnidentifiedImageError:
         reason = f"this {container} file is damaged, or holds no picture of a known kind"
         raise RefusedImage("content", reason) from None
@@ -196,7 +219,7 @@ def count_scans(file: BinaryIO) -> int:
     file.seek(0)
     markers, before = 0, b""
     while piece := file.read(1 << 20):
-        markers += (before + piece).count(b"\xff\xda")
+        markers += (before + piece).count(_SCAN)
         before = piece[-1:]
     if markers <= MAX_SCANS:
         return markers
@@ -205,7 +228,10 @@ def count_scans(file: BinaryIO) -> int:
 
 
 def _markers(data: bytes) -> Iterator[int]:
-    """Iterate over the markers of a JPEG, up to its end marker."""
+    """Iterate over the markers of a JPEG, up to its end marker.
+
+    A decoder skips unknown markers below C0 within a scan, but no segment: the next scan may begin right behind them.
+    """
     place = 2
     while (place := data.find(b"\xff", place)) >= 0:
         while data[place : place + 1] == b"\xff":  # fill bytes
@@ -213,7 +239,7 @@ def _markers(data: bytes) -> Iterator[int]:
         marker, place = (data[place] if place < len(data) else 0xD9), place + 1
         if marker == 0xD9:
             return
-        if marker == 0 or marker == 1 or 0xD0 <= marker <= 0xD8:  # no marker, or one without a segment
+        if marker < 0xC0 or 0xD0 <= marker <= 0xD8:  # no marker, or one without a segment
             continue
         yield marker
         place += int.from_bytes(data[place : place + 2])
@@ -285,7 +311,7 @@ if hasattr(os, "register_at_fork"):  # a forked process must not talk to its par
     os.register_at_fork(after_in_child=_start_anew)
 
 
-def _decode_elsewhere(data: bytes, name: str) -> Decoded:
+def _decode_elsewhere(data: bytes, name: str, min_side: int) -> Decoded:
     """Decode an image in a decoder process, which is killed at the deadline."""
     pool = _pool
     with pool.free:
@@ -294,7 +320,7 @@ def _decode_elsewhere(data: bytes, name: str) -> Decoded:
         timer.daemon = True
         timer.start()
         try:
-            process.decode(data, name)
+            process.decode(data, name, min_side)
             return process.read_pixels()
         except DecoderDied:
             reason = f"decoding crashed, or took more than {DECODE_SECONDS:g} seconds"

@@ -1,33 +1,37 @@
 """Pictures without metadata: what is served carries no place, no camera and no comment, and stands upright.
 
 JPEG and PNG lose the parts of the file that hold metadata; their pixels stay as they are. An image that is stored
-turned, other formats with metadata, and HEIF and AVIF, which not every browser shows, are decoded and written again as
-JPEG.
+turned, other formats with metadata, and HEIF and AVIF, which not every browser shows, must be decoded and written again
+as JPEG. The caller decodes them: where strangers ask for pictures, that is work for a process with a deadline.
 """
 
 import io
 import warnings
 
-from idml.data.images import container_of, decode_image, open_image
+from PIL import Image
+
+from idml.data.images import container_of, open_image
 
 _ORIENTATION = 0x0112
-_PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt", b"tIME")
+_PNG_KEPT = tuple(b"tRNS gAMA cHRM sRGB iCCP sBIT cICP mDCV cLLI bKGD pHYs acTL fcTL fdAT".split())  # colours, frames
 _KEPT_SEGMENTS = (0xE0, 0xE2, 0xEE)  # of a JPEG: JFIF, the colour profile, and Adobe's kind of colours
+_PROFILE = b"ICC_PROFILE\0"
 _HIDDEN = ("exif", "xmp", "XML:com.adobe.xmp", "comment", "photoshop")
 _QUALITY = 92
 
 
-def remove_metadata(data: bytes) -> bytes:
-    """Return an image without metadata, upright; ``ValueError`` if it cannot be read.
+def strip_metadata(data: bytes) -> bytes | None:
+    """Return an upright image without metadata; None if it must be decoded, and written with `write_again`.
 
-    >>> from PIL import Image
+    An image that cannot be read is a ``ValueError``.
+
     >>> out = io.BytesIO()
     >>> Image.new("RGB", (8, 4)).save(out, "JPEG", comment=b"secret")
-    >>> b"secret" in out.getvalue(), b"secret" in remove_metadata(out.getvalue())
+    >>> b"secret" in out.getvalue(), b"secret" in strip_metadata(out.getvalue())
     (True, False)
     """
     if container_of(data[:12]) is not None:
-        return _write_again(data)
+        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -43,12 +47,13 @@ def remove_metadata(data: bytes) -> bytes:
             return _strip_png(data)
         if kind == "BMP" or (kind in ("GIF", "WEBP") and not hidden and _ends_as_it_says(data, kind)):
             return data
-    return _write_again(data)
+    return None
 
 
-def _write_again(data: bytes) -> bytes:
+def write_again(image: Image.Image) -> bytes:
+    """Write an RGB image as a JPEG without metadata."""
     out = io.BytesIO()
-    decode_image(io.BytesIO(data), "image", min_side=1 << 16).save(out, "JPEG", quality=_QUALITY)
+    image.save(out, "JPEG", quality=_QUALITY)
     return _strip_jpeg(out.getvalue())
 
 
@@ -79,8 +84,8 @@ def _strip_jpeg(data: bytes) -> bytes:
                     break
                 end += 1 if data[end + 1] == 0xFF else 2
         private = 0xE0 <= marker <= 0xEF and marker not in _KEPT_SEGMENTS
-        multiple = marker == 0xE2 and data[place + 4 : place + 8] == b"MPF\0"  # places of further images
-        if not (private or multiple or marker == 0xFE):
+        other = marker == 0xE2 and data[place + 4 : place + 4 + len(_PROFILE)] != _PROFILE  # not the colour profile
+        if not (private or other or marker == 0xFE):
             out += data[place:end]
         place = end
         if data[place : place + 2] == b"\xff\xd9":
@@ -89,12 +94,12 @@ def _strip_jpeg(data: bytes) -> bytes:
 
 
 def _strip_png(data: bytes) -> bytes:
-    """Leave out the chunks with metadata, and whatever follows the end of the image."""
+    """Leave out whatever is not needed to show the image, and what follows its end."""
     out, place = bytearray(data[:8]), 8
     while place + 12 <= len(data):
         end = place + 12 + int.from_bytes(data[place : place + 4], "big")
         kind = data[place + 4 : place + 8]
-        if kind not in _PNG_TEXT:
+        if kind[:1].isupper() or kind in _PNG_KEPT:  # a capital marks a chunk that no reader may ignore
             out += data[place:end]
         place = end
         if kind == b"IEND":

@@ -110,6 +110,9 @@ class ModelConfig:
                 raise ValueError(f"{name} must be a positive whole number, got {value!r}")
         if self.uncertainty not in ("introspective", "gaussian"):
             raise ValueError(f"uncertainty must be 'introspective' or 'gaussian', got {self.uncertainty!r}")
+        for name in ("weights_file", "weights_sha256"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
         if not isinstance(self.trunk, str):
             raise ValueError(f"trunk must be the name of a network, got {self.trunk!r}")
         if not isinstance(self.detach, bool):
@@ -508,6 +511,7 @@ def load_model(run: str | Path, *, weights: str | Path | None = None) -> Model:
     config, tensors = _read(path)
     try:
         with torch.device("meta"):  # shapes without memory: a small file may describe a very large model
+            _check_members(config, len(tensors))
             expected = Model(config).state_dict()
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:  # of a trunk that cannot have this size
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -516,6 +520,16 @@ def load_model(run: str | Path, *, weights: str | Path | None = None) -> Model:
     model = Model(config)
     model.load_state_dict(tensors)
     return model.eval()
+
+
+def _check_members(config: ModelConfig, tensors: int) -> None:
+    """Refuse an ensemble that has more networks than a file's tensors: to build a thousand networks takes minutes."""
+    if config.branching != "ensemble":
+        return
+    trunk = build_trunk(config.trunk, pretrained=False, in_chans=config.in_chans, image_size=config.image_size)
+    needed = len(config.slices) * len(trunk.network.state_dict())
+    if tensors < needed:
+        raise ValueError(f"its {len(config.slices):,} networks have {needed:,} tensors, and the file has {tensors:,}")
 
 
 def resolve_model(run: str | Path, weights: str | Path | None = None, *, image_size: int | None = None) -> str | Path:

@@ -7,6 +7,7 @@ The gallery holds copies of what it needs from the run, so the run is not needed
     GALLERY/model/model.onnx                         the exported model, if the run has one
     GALLERY/model/config.yaml, learned.json          the options of the run and which images it learned from
     GALLERY/model/source.json                        where the weights come from, and their licence
+    GALLERY/model/checksums.json                     {name: SHA-256} of these three
     GALLERY/calibration.json, calibration.html       what `idml calibrate` stores
     GALLERY/feedback.json                            what people said about answers
     GALLERY/position-maps.sqlite                     position maps for re-ranking, if there are any
@@ -21,6 +22,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from idml.files import lock_file, sync_folder, write_atomic
@@ -35,6 +37,8 @@ CALIBRATION, REPORT, FEEDBACK = "calibration.json", "calibration.html", "feedbac
 POSITION_MAPS = "position-maps.sqlite"
 UPLOADS, ROOTS = "uploads", "roots.json"
 _OPTIONAL_FILES = (ONNX, "config.yaml", LEARNED, SOURCE)
+CHECKSUMS = "checksums.json"
+_CHECKED_FILES = ("config.yaml", LEARNED, SOURCE)  # the model and its export have a fingerprint and a checksum
 _UPLOAD_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -61,16 +65,49 @@ def copy_model(run: str | Path, folder: Path) -> None:
         content = {FILE: (path / FILE if path.is_dir() else path).read_bytes(), **_read_optional_files(run)}
     to = folder / MODEL
     to.mkdir(parents=True, exist_ok=True)
-    for name in {FILE, PRETRAINED, *_OPTIONAL_FILES} - content.keys():
+    for name in {FILE, PRETRAINED, CHECKSUMS, *_OPTIONAL_FILES} - content.keys():
         (to / name).unlink(missing_ok=True)  # left by a kill while another gallery was being created here
     for name, data in content.items():
         write_atomic(to / name, data)
+    _write_checksums(to)
 
 
 def update_model_files(run: str | Path, folder: Path) -> None:
     """Copy the files beside the model of a run into an existing gallery; keep those the run lacks."""
+    (folder / MODEL / CHECKSUMS).unlink(missing_ok=True)  # a kill leaves new files without checksums, not with old ones
     for name, data in _read_optional_files(run).items():
         write_atomic(folder / MODEL / name, data)
+    _write_checksums(folder / MODEL)
+
+
+def _write_checksums(home: Path) -> None:
+    found = {name: _sha256(home / name) for name in _CHECKED_FILES if (home / name).exists()}
+    if found:
+        write_atomic(home / CHECKSUMS, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def find_changed_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Compare the small files beside a gallery's model with their checksums; a gallery of version 0.1.0 has none."""
+    home = folder / MODEL
+    try:
+        stored = json.loads((home / CHECKSUMS).read_bytes())
+    except FileNotFoundError:
+        return
+    except (ValueError, RecursionError):
+        stored = None
+    if not isinstance(stored, dict) or not stored.keys() <= set(_CHECKED_FILES):
+        yield home / CHECKSUMS, "it is damaged; idml index with --model RUN writes it again"
+        return
+    for name in _CHECKED_FILES:
+        if not (home / name).exists():
+            if name in stored:
+                yield home / name, "it is missing"
+        elif stored.get(name) != _sha256(home / name):
+            yield home / name, "it is damaged: its checksum does not fit"
 
 
 def _read_optional_files(run: str | Path) -> dict[str, bytes]:

@@ -1,8 +1,8 @@
 """`idml gallery verify`: check everything that a gallery in a folder needs, not only its database.
 
-The model is compared with the fingerprint in the database. The calibration, the feedback, the position maps, the
-exported model and the list of roots are compared with their own checksums, and every image file, uploaded or indexed,
-with the checksum that its item has in the database.
+The model is compared with the fingerprint in the database. The small files beside it, the calibration, the feedback,
+the position maps, the exported model and the list of roots are compared with their own checksums, and every image file,
+uploaded or indexed, with the checksum that its item has in the database.
 """
 
 import hashlib
@@ -17,7 +17,15 @@ from idml.search.engines import DamagedGallery, Engine, Item
 from idml.search.engines.base import Problem
 from idml.search.feedback import read_feedback
 from idml.search.gallery import read_calibration
-from idml.search.gallery_folder import CALIBRATION, FEEDBACK, MODEL, UPLOADS, ImageRoots, find_model
+from idml.search.gallery_folder import (
+    CALIBRATION,
+    FEEDBACK,
+    MODEL,
+    UPLOADS,
+    ImageRoots,
+    find_changed_files,
+    find_model,
+)
 from idml.search.position_maps import PositionMaps
 
 
@@ -39,6 +47,8 @@ def _check_model(engine: Engine, folder: Path) -> Iterator[Problem]:
             yield Problem(str(home / FILE), None, "it is damaged, or not the model that the gallery was made with")
     except (ValueError, OSError) as error:
         yield Problem(str(home), None, str(error))
+    for file, reason in find_changed_files(folder):
+        yield Problem(str(file), None, reason)
     try:
         read_calibration(folder, engine)
     except (ValueError, OSError) as error:

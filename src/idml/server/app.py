@@ -16,7 +16,6 @@ from starlette.routing import Match
 
 from idml.calibration.risk_control import SMALLEST_RATE
 from idml.search.answers import RiskTargets
-from idml.search.engines import Item
 from idml.search.gallery import Gallery
 from idml.server.limits import Limits
 from idml.server.metrics import CONTENT_TYPE, Metrics
@@ -38,7 +37,7 @@ from idml.server.schemas import (
 )
 from idml.server.security import Keys, RequestGuard, Role, required_role
 from idml.server.service import Order, Service
-from idml.server.uploads import LABEL_PATTERN, MAX_LABEL, clean_label, read_clean_image, read_form, read_header
+from idml.server.uploads import LABEL_PATTERN, MAX_LABEL, clean_label, read_form, read_header
 from idml.version import __version__
 
 _MAX_LABEL_BODY = 5000  # bytes
@@ -164,16 +163,9 @@ def _add_read_routes(app: FastAPI, service: Service) -> None:
     @app.get("/api/items/{id}/image", **_reading(404), response_class=Response)
     async def image(id: str) -> Response:
         """Get the picture of an item, upright and without metadata such as the place where it was taken."""
-
-        def open_image(item: Item) -> Response:
-            path = service.gallery.image_file(item.id)
-            if path is None:
-                raise ApiError(404, "this item has no file")
-            content = read_clean_image(path)
-            header = read_header(io.BytesIO(content))
-            return Response(content, headers=image_headers(header.media_type, header.file_name(item.id)))
-
-        return await service.read_item(id, open_image)
+        content = await service.picture(id)
+        header = await service.read(read_header, io.BytesIO(content))
+        return Response(content, headers=image_headers(header.media_type, header.file_name(id)))
 
     @app.get("/api/map", response_model=GalleryMap, **_reading(202))
     async def map() -> Response:

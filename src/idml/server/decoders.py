@@ -36,12 +36,15 @@ class Decoders:
         self.failure = ""  # why no process starts, in one line
 
     @asynccontextmanager
-    async def decode(self, data: bytes) -> AsyncIterator[Decoded]:
-        """Decode an image and hold it until the end of the block; an `ApiError` says what is wrong with it."""
+    async def decode(self, data: bytes, min_side: int = 0) -> AsyncIterator[Decoded]:
+        """Decode an image and hold it until the end of the block; an `ApiError` says what is wrong with it.
+
+        ``min_side`` is that of `idml.data.images.decode_image`.
+        """
         async with AsyncExitStack() as held:
             process = await self._idle.get()
             try:
-                header = await self._call(process, process.decode, data)
+                header = await self._call(process, process.decode, data, "upload", min_side)
                 await held.enter_async_context(self._pixels.reserve(header.width * header.height))
                 decoded = await self._call(process, process.read_pixels)
             except RefusedImage as error:

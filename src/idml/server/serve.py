@@ -70,7 +70,8 @@ def serve(
             timeout_graceful_shutdown=limits.stop_seconds,
         )
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # clients could fill the log
+        for logger in ("python_multipart", "uvicorn.error"):  # a line for each malformed request: strangers could fill
+            logging.getLogger(logger).setLevel(logging.ERROR)  # the disk with the log, without a key or a rate limit
         address = f"http://{name}:{listener.getsockname()[1]}/"
         words = "everybody on this machine may read and change it" if keys.open else "a key is needed"
 

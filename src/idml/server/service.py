@@ -1,7 +1,7 @@
 """The gallery behind the routes: which thread does what, what waits, and what is refused.
 
 worker      one thread that embeds, searches and changes the gallery, one batch of queries or one change at a time
-decoders    two processes that decode uploaded images, and a thread for each (`idml.server.decoders`)
+decoders    two processes that decode images, and a thread for each (`idml.server.decoders`)
 readers     four threads for everything that only reads
 mapper      one thread for the map, which takes long
 """
@@ -15,12 +15,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from PIL.Image import Image
 
+from idml.data.images import MAX_SIDE
+from idml.data.metadata import write_again
 from idml.search import tsne_map
 from idml.search.answers import RiskTargets
 from idml.search.engines import Item
@@ -34,12 +37,14 @@ from idml.server.limits import Limits
 from idml.server.metrics import Metrics
 from idml.server.responses import ApiError, json_text, shutting_down
 from idml.server.schemas import GalleryInfo, LabelCount, LabelPage, MapPoint, available_rerankers
+from idml.server.uploads import UNREADABLE, read_clean_image, read_image_file
 
 Order = Literal["added", "uncertain", "mixed"]
 Search = Callable[[Sequence[Image], int, RiskTargets, str | None], Sequence[Reply]]
 T = TypeVar("T")
 log = logging.getLogger("idml.server")
 _ID = re.compile("[0-9A-Za-z_-]{1,64}")
+_REWRITTEN = 2  # pictures at a time
 _POLL_SECONDS = 1.0  # how often to look for changes by other processes
 
 
@@ -55,6 +60,7 @@ class Service:
         self._batcher = Batcher(
             self._search, self._worker, size=limits.batch, seconds=limits.batch_seconds, on_batch=metrics.count_batch
         )
+        self._rewriting = asyncio.Semaphore(_REWRITTEN)
         self._busy, self._open = 0, False
         self._working_since: float | None = None  # when the worker began what it does now
         self._version = 0  # counts the changes of the gallery
@@ -218,6 +224,26 @@ class Service:
                 raise
 
         return await self.read(read)
+
+    async def picture(self, id: str) -> bytes:
+        """Read the picture of an item, upright and without metadata. What must be decoded is decoded by a process."""
+
+        def find_file(item: Item) -> Path:
+            path = self.gallery.image_file(item.id)
+            if path is None:
+                raise ApiError(404, "this item has no file")
+            return path
+
+        clean = await self.read_item(id, lambda item: read_clean_image(find_file(item)))
+        if clean is not None:
+            return clean
+        async with self._rewriting:
+            data = await self.read_item(id, lambda item: read_image_file(find_file(item)))
+            try:
+                async with self._decoders.decode(data, MAX_SIDE) as decoded:
+                    return await self.read(write_again, decoded.image)
+            except ApiError as error:
+                raise error if error.status == 503 else ApiError(404, UNREADABLE) from None
 
     def info(self) -> GalleryInfo:
         """Describe the gallery; call it in a thread. Position maps come without a change of the gallery."""

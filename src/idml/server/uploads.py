@@ -16,7 +16,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from idml.data.images import FORMATS, MAX_PIXELS, container_of, open_image
-from idml.data.metadata import remove_metadata
+from idml.data.metadata import strip_metadata
 from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
 
@@ -97,8 +97,11 @@ def open_image_file(path: Path) -> ImageFile:
         raise
 
 
-def read_clean_image(path: Path) -> bytes:
-    """Read the image file of an item without its metadata, upright."""
+UNREADABLE = "the file of this item is not an image that can be read"
+
+
+def read_image_file(path: Path) -> bytes:
+    """Read the image file of an item."""
     file, size, _ = open_image_file(path)
     with file:
         if size > _MAX_SERVED:
@@ -106,10 +109,15 @@ def read_clean_image(path: Path) -> bytes:
         data = file.read(_MAX_SERVED)
     if len(data) != size:
         raise ApiError(404, "the file of this item changed while it was read")
+    return data
+
+
+def read_clean_image(path: Path) -> bytes | None:
+    """Read the image file of an item without its metadata, upright; None if it must be decoded for that."""
     try:
-        return remove_metadata(data)
+        return strip_metadata(read_image_file(path))
     except ValueError:
-        raise ApiError(404, "the file of this item is not an image that can be read") from None
+        raise ApiError(404, UNREADABLE) from None
 
 
 # -------------------- forms --------------------
