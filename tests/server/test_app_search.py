@@ -84,6 +84,24 @@ def test_search_refuses_bad_parameters(shared, query):
     assert said(response).split(":")[0] in ("k", "max_error", "max_missed")
 
 
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        ("?max_eror=0.2", "unknown parameter 'max_eror'; did you mean 'max_error'?"),
+        ("?K=3", "unknown parameter 'K'; did you mean 'k'?"),
+        (f"?{'x' * 500}=1", f"unknown parameter '{'x' * 40}' (one of k, max_error, max_missed, rerank)"),
+        ("?k=3&k=4", "k is given more than once"),
+    ],
+)
+def test_a_misspelt_parameter_is_no_silent_default(shared, query, reason):
+    response = search(shared, picture(5), query)
+    assert response.status_code == 422
+    assert said(response).startswith(reason)
+    assert shared.get("/api/labels?offst=1").status_code == 422
+    assert shared.get("/api/health?now=1").status_code == 422
+    assert shared.get("/?from=mail").status_code == 200  # a link to the page may carry something
+
+
 def test_targets_reach_the_gallery(client, gallery, monkeypatch):
     asked, real = [], gallery.search
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Annotated, Any, get_args
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, WithJsonSchema
 from starlette.exceptions import HTTPException
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from idml.calibration.risk_control import SMALLEST_RATE
+from idml.errors import unknown_name
 from idml.search.answers import RiskTargets
 from idml.search.gallery import Gallery
 from idml.server.limits import Limits
@@ -41,6 +42,7 @@ from idml.server.uploads import LABEL_PATTERN, MAX_LABEL, clean_label, read_form
 from idml.version import __version__
 
 _MAX_LABEL_BODY = 5000  # bytes
+_LONGEST_NAME = 40  # characters of a parameter's name in a message
 _RATE = {"type": "number", "minimum": SMALLEST_RATE, "exclusiveMaximum": 1}  # null cannot be sent in an address
 _RERANK = {"type": "string", "enum": [*get_args(Reranker)]}
 _LABEL_TEXT = {"maxLength": MAX_LABEL, "pattern": LABEL_PATTERN}
@@ -67,6 +69,7 @@ def build_app(gallery: Gallery, *, keys: Keys, limits: Limits, hosts: frozenset[
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
+        dependencies=[Depends(_check_parameter_names)],
     )
     app.add_middleware(RequestGuard, keys=keys, limits=limits, metrics=metrics, hosts=hosts)
     app.add_exception_handler(HTTPException, _handle_http_error)
@@ -322,6 +325,19 @@ def _allowed_methods(request: Request) -> str:
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
     methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
     return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+
+
+async def _check_parameter_names(request: Request) -> None:
+    """Refuse a parameter that the route does not have: a misspelt one would silently mean the default."""
+    if not request.url.path.startswith("/api/"):
+        return
+    known = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        if name not in known:
+            raise ApiError(422, unknown_name("parameter", name[:_LONGEST_NAME], known))
+        if names.count(name) > 1:
+            raise ApiError(422, f"{name} is given more than once")
 
 
 async def _handle_invalid_parameter(request: Request, error: Exception) -> Response:
