@@ -249,7 +249,7 @@ def test_not_images(saved, tmp_path):
     for name, content in (("empty.png", b""), ("text.jpg", b"a letter, not a picture\n" * 100)):
         (tmp_path / name).write_bytes(content)
         refused(tmp_path / name, "cannot read the image")
-    refused(tmp_path, "cannot read the image")  # a folder
+    refused(tmp_path, "is a folder: name image files")
     for name in ("known.ico", "known.ppm", "known.tga"):
         path = saved(blocks(), name)
         Image.open(path).load()  # a format that PIL reads and we do not

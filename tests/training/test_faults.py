@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 
 from idml.methods import ism
 from idml.methods.ism import warn_of_uninformative_u
+from idml.training.batches import explain_killed_workers
 from idml.training.config import from_dict
 from idml.training.loop import train
 
@@ -87,6 +89,24 @@ def test_a_run_is_not_resumed_on_other_data(config, album, change):
     with pytest.raises(ValueError, match="cannot resume on other data") as refusal:
         train(from_dict(config), resume=True)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_error_of_a_killed_loader_process_keeps_no_loader_alive():
+    class Loader:
+        pass
+
+    loaders = []
+
+    @explain_killed_workers()
+    def run():
+        loader = Loader()
+        loaders.append(weakref.ref(loader))
+        raise ConnectionResetError("the process is gone, its signal has not arrived")
+
+    with pytest.raises(OSError, match="killed") as error:
+        run()
+    assert loaders[0]() is None
+    assert error.value.__context__ is not None  # what would keep it alive is still there
 
 
 def test_a_killed_loader_process_is_one_line_and_the_run_resumes(config, tmp_path):

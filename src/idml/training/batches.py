@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -68,13 +69,15 @@ def explain_killed_workers() -> Iterator[None]:
     """Say in one line that a worker process was killed, by the system for want of memory for example.
 
     torch raises its error in whatever the main thread does at that moment.
-    The connection to the process may break before that.
+    The connection to the process may break before that; then torch would raise the error again in the next run of this
+    process, if the error kept the loader alive.
     """
     try:
         yield
     except (RuntimeError, ConnectionError, EOFError) as error:
         if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
+        clear_frames(error.__traceback__)
         raise OSError("a process that prepares batches was killed; continue with --resume") from None
 
 
