@@ -299,7 +299,7 @@ def _demo(options: argparse.Namespace) -> int:
     from idml.demo import demo
 
     out = Path(options.out or ("runs/demo-quick" if options.quick else "runs/demo"))
-    with Display() as display:
+    with Display("demo") as display:
         results = demo(out, quick=options.quick, report=display.report, note=display.note)
     lines = [format_figures(method, results[method]["selected"]) for method in ("plain", "idml")]
     for name, counts in results["search"]["counts"].items():
@@ -384,7 +384,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     from idml.training.loop import Interrupted
 
     try:
-        with Display() as display:
+        with Display(options.what) as display:
             results = reproduce(
                 options.what,
                 options.data,
