@@ -25,10 +25,18 @@ CLAIMS = [
 
 
 def test_expectations_are_means_over_the_draws(tmp_path):
-    (tmp_path / "promises.json").write_text(json.dumps({"draws cub pretrained by class 0.25": CELL}))
-    row = expectation_table(tmp_path).splitlines()[-1]
-    shown = "| 7,585 / 160 | pretrained, no training | 57 % | 20 % | 30 % | 4 % | 10 % | 4 % |"
-    assert row == f"| CUB-200-2011: birds {shown}"
+    sure = {**CELL, "rates": {"0.05": {**CELL["rates"]["0.05"], "coverage": 120.0}}}
+    shares = {"0.25": {"rates": CELL["rates"]}, "0": {"rates": sure["rates"]}}
+    cells = {
+        "draws cub pretrained by class 0.25": CELL,
+        "draws cub pretrained by class 0": sure,
+        "unlabelled cub pretrained": {"draws": 200, "pictures": 1500, "shares": shares},
+    }
+    (tmp_path / "promises.json").write_text(json.dumps(cells))
+    *_, labelled, unlabelled = expectation_table(tmp_path).splitlines()
+    shown = "| 7,585 / 160 | pretrained, no training | 57 % | 60 % | 30 % | 4 % | 20 % | 10 % |"
+    assert labelled == f"| CUB-200-2011: birds {shown}"
+    assert unlabelled.endswith("| 1,500 / – | pretrained, no training | – | 60 % | 30 % | 4 % | 20 % | 10 % |")
 
 
 @pytest.mark.parametrize(("answered", "shown"), [(0.0, "0 %"), (0.1, "under 1 %")])
@@ -36,7 +44,7 @@ def test_few_answers_have_no_share_of_wrong_ones(tmp_path, answered, shown):
     sums = {**CELL["rates"]["0.05"], "coverage": answered, "fresh_answered": answered, "fresh_wrong": 0.2 * answered}
     cell = {**CELL, "rates": {"0.05": sums}}
     (tmp_path / "promises.json").write_text(json.dumps({"draws cars trained by class 0.25": cell}))
-    assert f"| {shown} | too few | 10 % |" in expectation_table(tmp_path)
+    assert f"| – | {shown} | too few | 20 % | 10 % |" in expectation_table(tmp_path)
 
 
 def test_without_rows_the_table_says_so(tmp_path):

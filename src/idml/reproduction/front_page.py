@@ -12,7 +12,7 @@ from idml.files import write_atomic
 from idml.reproduction.render import RUNNING, markdown_table
 
 PROMISES = "promises.json"
-_SHARE, _RATE = "0.25", "0.05"  # unknown queries, wrong matches that are accepted
+_NONE, _SHARE, _RATE = "0", "0.25", "0.05"  # shares of unknown queries; of wrong matches that are accepted
 _FEW = 0.005  # a smaller share of answers says nothing about their errors
 _DATA = {
     "cub": "CUB-200-2011: birds",
@@ -20,6 +20,7 @@ _DATA = {
     "cub+cars": "birds and cars together",
     "glyphs": "glyphs: letters and signs",
 }
+_UNLABELLED = {"cub": "birds without labels: the same picture again, changed"}
 _MODELS = {"pretrained": "pretrained, no training", "trained": "trained"}
 
 
@@ -31,28 +32,37 @@ def expectation_table(out: Path) -> str:
     for data, words in _DATA.items():
         for model, how in _MODELS.items():
             cell = cells.get(f"draws {data} {model} by class {_SHARE}")
-            if cell is None:
-                continue
-            sums, draws = cell["rates"][_RATE], cell["draws"]
-            answered = sums["coverage"] / draws
-            rows.append(
-                [
-                    words,
-                    f"{cell['images']:,} / {cell['classes']:,}",
-                    how,
-                    _percent(cell["right"]),
-                    _percent(sums["refused"] / draws),
-                    _percent(answered),
-                    _percent(sums["fresh_wrong"] / sums["fresh_answered"]) if answered >= _FEW else "too few",
-                    _percent(sums["recognised"] / draws),
-                    _percent(sums["rejected"] / draws),
-                ]
-            )
+            certain = cells.get(f"draws {data} {model} by class {_NONE}")
+            if cell is not None:
+                size = f"{cell['images']:,} / {cell['classes']:,}"
+                rates = None if certain is None else certain["rates"]
+                figures = _figures(cell["rates"], rates, cell["draws"])
+                rows.append([words, size, how, _percent(cell["right"]), *figures])
+    for data, words in _UNLABELLED.items():
+        for model, how in _MODELS.items():
+            cell = cells.get(f"unlabelled {data} {model}")
+            if cell is not None:
+                shares = cell["shares"]
+                figures = _figures(shares[_SHARE]["rates"], shares[_NONE]["rates"], cell["draws"])
+                rows.append([words, f"{cell['pictures']:,} / –", how, "–", *figures])
     if not rows:
         return "These figures are not measured yet (`idml reproduce promises`)."
-    header = ["collection", "images / classes", "model", "right first results", "calibrations that refuse 5 %",
-              "answered *match*", "of these wrong", "unknown recognised", "known wrongly rejected"]  # fmt: skip
+    header = ["collection", "images / classes", "model", "right first results", "*match*, no unknown queries",
+              "*match*, a quarter unknown", "of these wrong", "calibrations that refuse", "unknown recognised"]  # fmt: skip
     return markdown_table(header, rows)
+
+
+def _figures(rates: dict[str, Any], certain: dict[str, Any] | None, draws: int) -> list[str]:
+    """Means over the draws with some unknown queries; of those without any the share that is answered."""
+    sums = rates[_RATE]
+    answered = sums["coverage"] / draws
+    return [
+        "–" if certain is None else _percent(certain[_RATE]["coverage"] / draws),
+        _percent(answered),
+        _percent(sums["fresh_wrong"] / sums["fresh_answered"]) if answered >= _FEW else "too few",
+        _percent(sums["refused"] / draws),
+        _percent(sums["recognised"] / draws),
+    ]
 
 
 def _percent(share: float) -> str:
