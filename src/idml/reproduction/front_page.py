@@ -47,8 +47,10 @@ def expectation_table(out: Path) -> str:
                 rows.append([words, f"{cell['pictures']:,} / –", how, "–", *figures])
     if not rows:
         return "These figures are not measured yet (`idml reproduce promises`)."
-    header = ["collection", "images / classes", "model", "right first results", "*match*, no unknown queries",
-              "*match*, a quarter unknown", "of these wrong", "calibrations that refuse", "unknown recognised"]  # fmt: skip
+    header = [
+        "collection", "images / classes", "model", "right first results", "*match*, no unknown queries",
+        "*match*, a quarter unknown", "of these wrong", "calibrations that refuse", "unknown recognised",
+    ]  # fmt: skip
     return markdown_table(header, rows)
 
 
