@@ -18,7 +18,7 @@ from idml.progress import silent
 from idml.reproduction import promise_draws, promise_fresh, promise_study
 from idml.reproduction.front_page import PROMISES
 from idml.reproduction.promise_draws import Curve, Population, draw, measure_draw, mixture, take_queries
-from idml.reproduction.promise_fresh import Everything, keep_out, measure_fresh, rehearse
+from idml.reproduction.promise_fresh import Everything, grow, keep_out, measure_fresh, measure_growth, rehearse
 from idml.reproduction.promise_study import Cells, draw_many
 from idml.reproduction.promise_tables import render_promises
 from idml.search.gallery_calibration import search_known_and_unknown
@@ -248,3 +248,33 @@ def test_fresh_images_are_as_wrong_as_rehearsed_ones_unless_they_differ():
     same = semantic.clone()
     same[labels >= 64] = semantic[labels < 16]  # the classes kept out look like classes of the gallery
     assert compare(same, (labels < 64) & (torch.arange(len(labels)) % 8 < 6)) > 0.15
+
+
+def test_galleries_grow_by_images_or_by_whole_classes():
+    labels = torch.arange(40).repeat_interleave(5)
+    inside = labels < 31
+    half, larger, whole = grow(torch.arange(200), inside, random_stream("grow"))
+    assert (int(half.sum()), int(larger.sum()), int(whole.sum())) == (78, 93, 155)  # never more than a fifth larger
+    by_class = grow(labels, inside, random_stream("grow"))
+    assert [len(labels[part].unique()) for part in by_class] == [16, 19, 31]
+    assert [int(part.sum()) for part in by_class] == [80, 95, 155]
+    for parts in ((half, larger, whole), by_class):
+        assert bool((parts[0] <= parts[1]).all())
+        assert bool((parts[1] <= parts[2]).all())
+        assert torch.equal(parts[2], inside)
+
+
+def test_a_gallery_that_doubles_says_so_and_is_mended_by_a_calibration():
+    embeddings, labels = made(80, 8, seed=3)
+    view = (embeddings, nearest(embeddings, 256))
+    everything = Everything(labels, labels < 0, torch.full_like(labels, -1), [view])
+    cell = measure_growth(everything, 4, 0.25, silent)
+    drifted = {kind: [cell[kind][stage]["drifted"] for stage in promise_fresh.STAGES] for kind in promise_fresh.KINDS}
+    assert drifted["images"][0] == drifted["classes"][0] == 0
+    assert drifted["images"][2] == drifted["classes"][2] == 4  # twice as large: all say so
+    assert drifted["images"][3] == drifted["classes"][3] == 0
+    again = [cell[kind]["calibrated again"]["rates"] for kind in promise_fresh.KINDS]
+    assert again[0] == again[1]  # the whole gallery, however it grew
+    stale, mended = (cell["classes"][stage]["rates"]["0.2"] for stage in promise_fresh.STAGES[2:])
+    assert stale != mended
+    assert "4 galleries" in render_promises({"growth made pretrained": cell})

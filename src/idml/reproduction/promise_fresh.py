@@ -10,8 +10,9 @@ taken away from the calibration, and asked as the calibration asks its queries (
 without their class). Both are asked under the same calibration, on the queries that are left. If real images are wrong
 more often than the rehearsed ones, then what the calibration simulates is not what happens.
 
-**growth**: a gallery of half of the images (or of the images of half of the classes) is calibrated with 25 % unknown
-queries, and grows: by 20 %, then to twice its size; then it is calibrated again.
+**growth**: images and classes are kept out in the same way. A gallery of half of the others (of half of the images, or
+of the images of half of the classes) is calibrated with 25 % unknown queries, and grows: by 20 %, then to twice its
+size; then it is calibrated again. At each stage it is asked with what was kept out.
 
 Each error rate is that of a mixture: known and unknown queries are weighted by the share of unknown ones.
 """
@@ -42,15 +43,14 @@ from idml.reproduction.promise_draws import (
     add_sums,
     mixture,
 )
-from idml.search.gallery_calibration import GallerySource, most_queries, search_known_and_unknown
+from idml.search.gallery_calibration import GallerySource
 from idml.training.refit import assign_folds, refit_heads
 
-GROWN = 8
+GROWN = 40
 ASKED = ("fresh", "fresh, fewer queries", "rehearsed, fewer queries")
 STAGES = ("at calibration", "20 % larger", "twice as large", "calibrated again")
 KINDS = ("images", "classes")
 _DEPTH = 256  # neighbours kept of each image; a list that is too short in a gallery is searched again
-_ASKED = 1500  # fresh images of each kind that grown galleries are asked with
 
 
 def count_answers(calibration: Calibration, asked: OpenSetQueries, share: float) -> Sums:
@@ -182,54 +182,33 @@ def measure_fresh(everything: Everything, galleries: int, report: Progress) -> d
 # -------------------- growth --------------------
 
 
-def measure_growth(source: GallerySource, fresh: GallerySource, share: float, report: Progress) -> dict[str, Any]:
-    """Grow galleries ``GROWN`` times by images and by classes; return what happens at each stage."""
+def measure_growth(everything: Everything, galleries: int, share: float, report: Progress) -> dict[str, Any]:
+    """Grow many galleries by images and by classes; return what happens at each stage."""
     found: dict[str, Any] = {kind: {stage: {"drifted": 0.0, "rates": {}} for stage in STAGES} for kind in KINDS}
-    labels = _number_labels(fresh, source.names)
-    for number in range(GROWN):
-        chosen = _choose_asked(labels < len(source.names), number)
+    labels, embeddings = everything.labels, everything.views[0][0]
+    for number in range(galleries):
+        generator = random_stream("promises, growth", number)
+        out = keep_out(labels, everything.learned, generator)
         for kind in KINDS:
-            units = torch.arange(len(source.labels)) if kind == "images" else source.labels
-            order = torch.randperm(int(units.max()) + 1, generator=random_stream(f"promises, growth, {kind}", number))
-            parts = [order[units] < len(order) * part for part in (0.5, 0.6, 1.0)]
-            first, profile = _calibrate(source, parts[0], share, number)
-            again, new_profile = _calibrate(source, parts[2], share, number)
-            stages = [(first, profile, parts[0]), (first, profile, parts[1]), (first, profile, parts[2])]
-            for stage, (calibration, then, inside) in zip(
-                STAGES, [*stages, (again, new_profile, parts[2])], strict=True
-            ):
-                gallery, theirs = source.embeddings[inside], source.labels[inside]
-                asked = QueryPool(fresh.embeddings[chosen], labels[chosen], gallery, theirs).search()
-                found[kind][stage]["drifted"] += float(measure_drift(then, Profile.of(gallery)).changed)
-                add_sums(found[kind][stage]["rates"], count_answers(calibration, asked, share))
-        report({"what": "galleries grown", "done": number + 1, "images": GROWN})
-    return {"galleries": GROWN, "share": share, **found}
+            half, larger, whole = grow(torch.arange(len(labels)) if kind == "images" else labels, ~out, generator)
+            first, again = (
+                fit_queries(everything.collect(inside), unknown=share, seed=number, lists=False)
+                for inside in (half, whole)
+            )
+            stages = [(first, half, half), (first, half, larger), (first, half, whole), (again, whole, whole)]
+            for stage, (calibration, before, inside) in zip(STAGES, stages, strict=True):
+                drift = measure_drift(Profile.of(embeddings[before]), Profile.of(embeddings[inside]))
+                found[kind][stage]["drifted"] += float(drift.changed)
+                answers = count_answers(calibration, everything.search(out, inside), share)
+                add_sums(found[kind][stage]["rates"], answers)
+        report({"what": "galleries grown", "done": number + 1, "images": galleries})
+    return {"galleries": galleries, "share": share, **found}
 
 
-def _number_labels(source: GallerySource, names: dict[str, int]) -> Tensor:
-    """Numbers of the items' labels; those that are not among ``names`` come after them."""
-    numbers = dict(names)
-    for item in source.items:
-        numbers.setdefault(item.label or "", len(numbers))
-    return torch.tensor([numbers[item.label or ""] for item in source.items])
-
-
-def _choose_asked(known: Tensor, number: int) -> Tensor:
-    generator = random_stream("promises, asked", number)
-    parts = [rows[torch.randperm(len(rows), generator=generator)[:_ASKED]] for rows in (
-        known.nonzero().flatten(), (~known).nonzero().flatten()
-    )]  # fmt: skip
-    return torch.cat(parts)
-
-
-def _calibrate(source: GallerySource, inside: Tensor, share: float, seed: int) -> tuple[Calibration, Profile]:
-    """Calibrate a gallery of some of the items, as `idml calibrate` does."""
-    gallery, labels = source.embeddings[inside], source.labels[inside]
-    rows = (
-        torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[: most_queries(len(labels))]
-        .sort()
-        .values
-    )
-    queries = search_known_and_unknown(QueryPool(gallery[rows], labels[rows], gallery, labels, rows=rows))
-    found = CalibrationQueries(queries, True, "")
-    return fit_queries(found, unknown=share, seed=seed, lists=False), Profile.of(gallery)
+def grow(units: Tensor, inside: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Half of the images ``inside`` [n], a fifth more, and all; images of the same unit [n] come together."""
+    present = units[inside].unique()
+    half = (len(present) + 1) // 2
+    place = torch.full((int(units.max()) + 1,), len(units))
+    place[present] = torch.randperm(len(present), generator=generator)
+    return inside & (place[units] < half), inside & (place[units] < int(1.2 * half + 1e-9)), inside

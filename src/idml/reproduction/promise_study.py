@@ -33,7 +33,7 @@ from idml.reproduction.front_page import PROMISES, replace_between_marks
 from idml.reproduction.promise_collection import GLYPHS, Collection, Parts, make_collection
 from idml.reproduction.promise_copies import measure_unlabelled
 from idml.reproduction.promise_draws import DRAWS, SAMPLES, SHARES, Population, Sums, add_sums, draw, measure_draw
-from idml.reproduction.promise_fresh import Everything, measure_fresh, measure_growth
+from idml.reproduction.promise_fresh import GROWN, Everything, measure_fresh, measure_growth
 from idml.reproduction.promise_tables import render_promises
 from idml.reproduction.stored_results import cells_folder
 from idml.search.embedder import MANY
@@ -153,19 +153,21 @@ def join_sources(sources: list[GallerySource]) -> GallerySource:
 def measure_others(cells: Cells, collection: Collection, draws: int, report: Progress, note: Note) -> None:
     """Ask the gallery with what was kept out of it; let it grow, and take its labels away.
 
-    The last two only where the model has learned from nothing in the gallery.
+    The last only where the model has learned from nothing in the gallery.
     """
     name = f"{collection.name} {collection.model}"
-    kinds = ["fresh", "growth", "unlabelled"] if PRETRAINED in name or GLYPHS in name else ["fresh"]
+    kinds = ["fresh", "growth"] + ["unlabelled"] * (PRETRAINED in name or GLYPHS in name)
     missing = [kind for kind in kinds if f"{kind} {name}" not in cells.read()]
     if not missing:
         return
     with Gallery.open(collection.gallery, calibrated=False, images=MANY) as gallery:
         parts = Parts.read(gallery, note, report)
-        if "fresh" in missing:
-            cells.add(f"fresh {name}", measure_fresh(Everything.of(parts.everything, report), draws, report))
-        if "growth" in missing:
-            cells.add(f"growth {name}", measure_growth(parts.photos, parts.fresh, UNKNOWN, report))
+        if "fresh" in missing or "growth" in missing:
+            everything = Everything.of(parts.everything, report)
+            if "fresh" in missing:
+                cells.add(f"fresh {name}", measure_fresh(everything, draws, report))
+            if "growth" in missing:
+                cells.add(f"growth {name}", measure_growth(everything, GROWN, UNKNOWN, report))
         if "unlabelled" in missing:
             found = measure_unlabelled(gallery, parts.photos, parts.fresh, draws=draws, report=report)
             cells.add(f"unlabelled {name}", found)

@@ -43,9 +43,9 @@ _TITLES = {
     "of it as calibration leaves them out (*rehearsed*). If real images are wrong no more often than rehearsed ones, "
     "then what calibration simulates is what happens.",
     "growth": "### A gallery that grows\n"
-    "Calibrated with half of the images (or with the images of half of the classes) and 25 % unknown queries, then "
-    "asked with fresh images at each stage; 8 galleries. *Says so* is the share of galleries whose answers say that "
-    "nothing is promised any more.",
+    "Images and classes are kept out in the same way. Calibrated with half of the other images (or with the images of "
+    "half of the classes) and 25 % unknown queries, then asked at each stage with what was kept out. *Says so* is the "
+    "share of galleries whose answers say that nothing is promised any more.",
     "unlabelled": "### Without labels\n"
     "The same gallery without its labels: a match is wrong if it shows another picture. 600 pictures are drawn from "
     "1,500, 200 times. Then 20 of these calibrations are asked with changes that no calibration uses (grey; contrast "
@@ -187,7 +187,7 @@ def _growth_table(name: str, cell: Cell) -> str:
             for total in found["rates"].values():
                 cells += [_percent(total["answered"] / n), _ratio(total["wrong"], total["answered"], percent=True)]
             rows.append([kind, stage, _percent(found["drifted"] / n, 0), *cells])
-    return f"**{_title(name)}**\n\n{markdown_table(header, rows)}"
+    return f"**{_title(name)}**: {n} galleries.\n\n{markdown_table(header, rows)}"
 
 
 def _copies_tables(name: str, cell: Cell) -> str:
