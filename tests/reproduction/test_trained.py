@@ -171,7 +171,7 @@ def test_the_observation_comes_first_and_is_called_one(tmp_path):
     text = results_markdown(results, tmp_path)
     first = text[text.index("## ") :].split("\n## ")[0]
     assert "one seed (an observation)" in first
-    assert "1 of its three runs are not run yet" in first
+    assert "Of its three runs, 1 is not run yet." in first
     (line,) = [line for line in first.splitlines() if line.startswith("| idml")]
     cells = line.split(" | ")
     assert cells[3] == "70.7"
@@ -182,10 +182,11 @@ def test_the_observation_comes_first_and_is_called_one(tmp_path):
         "observation: one seed",
     ]
     words = conclusion(results)
-    assert words.startswith(
-        "With all of ResNet-50 trained and one seed, IDML's gain is +40.0 [+40.0, +40.0] with the epoch"
-    )
+    assert words.startswith("With all of ResNet-50 trained, IDML's gain is +40.0 [+40.0, +40.0] with the epoch")
     assert "not decided yet" in words  # one seed decides nothing
+    rows = [network("plain", 0.6, 12), network("idml", 0.7, 6, weight=0.99)]
+    same = main_claim_table(dataclasses.replace(empty, resnet50=rows))[1][0]
+    assert same[3] == "observation: one seed; not introspective"
     assert ["ResNet-50", "224", "everything", "ProxyAnchor", "idml", "0.60 [0.50, 0.70] (one seed)"] in u_table(
         results
     )[1]

@@ -346,7 +346,7 @@ def conclusion(results: Results) -> str:
     own, finetune = resnet50_verdict(results.resnet50), results.section("finetune", "cub", "full")
     parts = []
     if own is not None:
-        parts.append(f"With all of ResNet-50 trained and one seed, IDML's gain is {own[1]}: an observation.")
+        parts.append(f"With all of ResNet-50 trained, IDML's gain is {own[1]} ({own[2]}).")
     if finetune is None:
         parts.append(
             "Whether IDML gains when everything is trained is not decided yet: the runs with several seeds are not "
@@ -477,7 +477,8 @@ def _resnet50_part(results: Results) -> tuple[str, str, StudyTable | None]:
     (made,) = RESNET50.tables(results.resnet50)
     if not made.rows:
         return made.title, f"Its three runs are {RUNNING}: plain, IDML and the release, about 63,000 images each.", None
-    missing = "" if len(results.resnet50) == 3 else f" {3 - len(results.resnet50)} of its three runs are {RUNNING}."
+    lacking = 3 - len(results.resnet50)
+    missing = f" Of its three runs, {lacking} {'is' if lacking == 1 else 'are'} {RUNNING}." if lacking else ""
     text = (
         "Intervals are over test classes. *The paper* has 60 epochs and the best epoch on the test set; the learning "
         "rate here is constant, with one epoch of warm-up. The *selected* epoch is the one with the best MAP@R on "
