@@ -18,7 +18,15 @@ from idml.progress import silent
 from idml.reproduction import promise_draws, promise_fresh, promise_study
 from idml.reproduction.front_page import PROMISES
 from idml.reproduction.promise_draws import Curve, Population, draw, measure_draw, mixture, take_queries
-from idml.reproduction.promise_fresh import Everything, grow, keep_out, measure_fresh, measure_growth, rehearse
+from idml.reproduction.promise_fresh import (
+    Everything,
+    grow,
+    keep_out,
+    leave_out_copies,
+    measure_fresh,
+    measure_growth,
+    rehearse,
+)
 from idml.reproduction.promise_study import Cells, draw_many
 from idml.reproduction.promise_tables import render_promises
 from idml.search.gallery_calibration import search_known_and_unknown
@@ -171,9 +179,9 @@ def test_copies_are_drawn_by_picture(population):
 def test_galleries_that_keep_images_out_are_searched_as_if_they_were_made(monkeypatch):
     """Lists of one search of everything, restricted, give the queries of a search in each gallery."""
     embeddings, labels = made(20, 6)
-    learned, nothing = torch.zeros(len(labels), dtype=torch.bool), torch.full_like(labels, -1)
+    learned, nothing = torch.zeros(len(labels), dtype=torch.bool), torch.zeros_like(labels)
     monkeypatch.setattr(promise_fresh, "_DEPTH", 30)  # some lists are too short and searched again
-    everything = Everything(labels, learned, nothing, [(embeddings, nearest(embeddings, 30))])
+    everything = Everything(labels, learned, nothing, nothing, [(embeddings, nearest(embeddings, 30))])
     out = keep_out(labels, learned, random_stream("k"))
     outside = [label for label in labels.unique().tolist() if bool(out[labels == label].all())]
     assert len(outside) == 4
@@ -197,25 +205,38 @@ def assert_same_queries(found, expected):
         torch.testing.assert_close(found.evidence.scores[name], scores, msg=name)
 
 
-def test_learned_images_stay_and_learned_classes_are_queried_by_heads_without_them():
+def test_learned_images_stay_and_each_is_asked_by_the_heads_that_fit():
     embeddings, labels = made(20, 6)
     learned = (labels < 8) & (torch.arange(len(labels)) % 6 < 4)
-    folds = torch.where(labels < 8, labels % 2, -1)
-    other = [made(20, 6, seed=seed)[0] for seed in (1, 2)]
-    views = [(view, nearest(view, 256)) for view in (embeddings, *other)]
-    everything = Everything(labels, learned, folds, views)
+    known = torch.where(learned, 1 + torch.arange(len(labels)) % 2, 0)
+    unknown = torch.where(labels < 8, 3 + labels % 2, 0)
+    other = [made(20, 6, seed=seed)[0] for seed in (1, 2, 3, 4)]
+    views = [embeddings, *other]
+    everything = Everything(labels, learned, known, unknown, [(view, nearest(view, 256)) for view in views])
     out = keep_out(labels, learned, random_stream("k"))
     assert not bool((out & learned).any())
     assert bool(out[(labels < 8) & ~learned].all())
     assert all(bool(out[labels == label].any()) != bool(out[labels == label].all()) for label in range(8))
     queries = everything.collect(~out).queries
-    for fold, view in enumerate(other):
-        asked = (~out & (folds == fold)).nonzero().flatten()
-        inside = (~out).nonzero().flatten()
-        place = torch.searchsorted(inside, asked)
-        alone = QueryPool(view[asked], labels[asked], view[inside], labels[inside], rows=place).search()
-        mine = queries.known & torch.isin(queries.labels, labels[asked].unique())
-        torch.testing.assert_close(queries.evidence.nearest[mine], alone.evidence.nearest)
+    inside = (~out).nonzero().flatten()
+    for asked, is_known in ((known, True), (unknown, False)):
+        found, expected = [], []
+        for view in asked[inside].unique().tolist():
+            rows = (~out & (asked == view)).nonzero().flatten()
+            place = torch.searchsorted(inside, rows)
+            e = views[view]
+            pool = QueryPool(e[rows], labels[rows], e[inside], labels[inside], rows=place)
+            alone = pool.search() if is_known else pool.search_without_own()
+            expected += alone.evidence.nearest[alone.known == is_known].tolist()
+        found = queries.evidence.nearest[queries.known == is_known].tolist()
+        assert sorted(found) == pytest.approx(sorted(expected))
+
+
+def test_a_copy_of_a_learned_image_makes_no_class_a_learned_one():
+    labels = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 2, 2])
+    collection = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1, 0, 0]).bool()
+    learned = torch.tensor([1, 1, 0, 1, 0, 1, 0, 0, 1, 0]).bool()  # 0 but for one; a copy in 1, in 2, and kept out
+    assert leave_out_copies(labels, learned, collection).nonzero().flatten().tolist() == [0, 1]
 
 
 def test_a_rehearsal_takes_queries_away_from_the_calibration():
@@ -234,8 +255,10 @@ def test_fresh_images_are_as_wrong_as_rehearsed_ones_unless_they_differ():
     """Unknown classes like those of the gallery are rehearsed well; ones that lie on its classes are noticed."""
 
     def compare(semantic, learned):
-        embeddings, none = Embeddings(semantic, torch.zeros(len(labels), 1)), torch.full_like(labels, -1)
-        cell = measure_fresh(Everything(labels, learned, none, [(embeddings, nearest(embeddings, 256))]), 10, silent)
+        embeddings, none = Embeddings(semantic, torch.zeros(len(labels), 1)), torch.zeros_like(labels)
+        cell = measure_fresh(
+            Everything(labels, learned, none, none, [(embeddings, nearest(embeddings, 256))]), 10, silent
+        )
         assert (cell["galleries"], cell["classes"]) == (10, 16)
         assert "16 unknown classes" in render_promises({"fresh made pretrained": cell})
         rates = cell["shares"]["0.5"]
@@ -267,7 +290,7 @@ def test_galleries_grow_by_images_or_by_whole_classes():
 def test_a_gallery_that_doubles_says_so_and_is_mended_by_a_calibration():
     embeddings, labels = made(80, 8, seed=3)
     view = (embeddings, nearest(embeddings, 256))
-    everything = Everything(labels, labels < 0, torch.full_like(labels, -1), [view])
+    everything = Everything(labels, labels < 0, torch.zeros_like(labels), torch.zeros_like(labels), [view])
     cell = measure_growth(everything, 4, 0.25, silent)
     drifted = {kind: [cell[kind][stage]["drifted"] for stage in promise_fresh.STAGES] for kind in promise_fresh.KINDS}
     assert drifted["images"][0] == drifted["classes"][0] == 0

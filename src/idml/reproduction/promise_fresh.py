@@ -43,7 +43,7 @@ from idml.reproduction.promise_draws import (
     add_sums,
     mixture,
 )
-from idml.search.gallery_calibration import GallerySource
+from idml.search.gallery_calibration import GallerySource, assign_image_folds
 from idml.training.refit import assign_folds, refit_heads
 
 GROWN = 40
@@ -80,34 +80,45 @@ def count_answers(calibration: Calibration, asked: OpenSetQueries, share: float)
 class Everything:
     """All images of a data set, each searched among all others once; galleries are parts of them.
 
-    ``learned`` [n]: the model has learned from this image. ``folds`` [n]: the fold of its class, −1 if it is in none.
-    ``views`` are the embeddings and the nearest images of each, by the model and then by the heads without each fold.
+    ``learned`` [n]: the model has learned from this image. ``views`` are the embeddings and the nearest images of each:
+    by the model, and by heads that were trained again. ``known`` and ``unknown`` [n] say by which view a calibration
+    asks each image as a known and as an unknown query.
     """
 
     labels: Tensor
     learned: Tensor
-    folds: Tensor
+    known: Tensor
+    unknown: Tensor
     views: list[tuple[Embeddings, Neighbours]]
 
     @classmethod
-    def of(cls, source: GallerySource, report: Progress) -> "Everything":
-        """Search all images. If the model has learned from some, train the heads again without each fold of classes."""
-        learned, _ = source.read_learned()
+    def of(cls, source: GallerySource, collection: Tensor, report: Progress) -> "Everything":
+        """Search all images. If the model has learned from some, train the heads again without parts of them.
+
+        ``collection`` [n]: the image belongs to the collection that the model was trained on.
+        """
+        labels = source.labels
+        learned = leave_out_copies(labels, source.read_learned()[0], collection)
         folder, views = source.model_folder(), [source.embeddings]
-        folds = torch.full_like(source.labels, -1)
+        asked = [torch.zeros_like(labels), torch.zeros_like(labels)]
         if folder is not None and bool(learned.any()):
-            folds = assign_folds(source.labels, learned)
             files = source.files(range(len(source.items)))
-            views += refit_heads(folder, files, source.labels, learned, folds, report)
-        return cls(source.labels, learned, folds, [(view, nearest(view, _DEPTH)) for view in views])
+            for kind, folds in enumerate((assign_image_folds(labels, learned), assign_folds(labels, learned))):
+                asked[kind] = torch.where(folds >= 0, folds + len(views), 0)
+                views += refit_heads(folder, files, labels, learned, folds, report)
+        known, unknown = asked
+        return cls(labels, learned, known, unknown, [(view, nearest(view, _DEPTH)) for view in views])
 
     def collect(self, inside: Tensor) -> CalibrationQueries:
         """The queries of a calibration of the gallery with the images ``inside``, as `idml calibrate` has them."""
         parts = []
-        for fold in self.folds.unique().tolist():
-            pool = self._pool(inside & (self.folds == fold), inside, 1 + fold)
-            known = pool.search()
-            parts += [known[known.known], pool.search_without_own()]
+        for view in range(len(self.views)):
+            known, unknown = (inside & (asked == view) for asked in (self.known, self.unknown))
+            if bool(known.any()):
+                found = self._pool(known, inside, view).search()
+                parts.append(found[found.known])
+            if bool(unknown.any()):
+                parts.append(self._pool(unknown, inside, view).search_without_own())
         return CalibrationQueries(OpenSetQueries.cat(parts), True, "")
 
     def search(self, asked: Tensor, inside: Tensor) -> OpenSetQueries:
@@ -127,6 +138,16 @@ class Everything:
             rows=place[rows],
             neighbours=Neighbours(found, distances[asked].where(found >= 0, torch.inf)),
         )
+
+
+def leave_out_copies(labels: Tensor, learned: Tensor, collection: Tensor) -> Tensor:
+    """Which images were learned [n], without those that only have the bytes of a learned image of another class.
+
+    Cars196 has the same file in several classes. A class of the collection was learned if most of its images were.
+    """
+    own, classes = learned & collection, int(labels.max()) + 1
+    counts, learned_counts = (labels[part].bincount(minlength=classes) for part in (collection, own))
+    return own & (2 * learned_counts > counts)[labels]
 
 
 def keep_out(labels: Tensor, learned: Tensor, generator: torch.Generator) -> Tensor:

@@ -163,7 +163,7 @@ def measure_others(cells: Cells, collection: Collection, draws: int, report: Pro
     with Gallery.open(collection.gallery, calibrated=False, images=MANY) as gallery:
         parts = Parts.read(gallery, note, report)
         if "fresh" in missing or "growth" in missing:
-            everything = Everything.of(parts.everything, report)
+            everything = Everything.of(parts.everything, parts.part == 0, report)
             if "fresh" in missing:
                 cells.add(f"fresh {name}", measure_fresh(everything, draws, report))
             if "growth" in missing:
