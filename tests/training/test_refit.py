@@ -70,7 +70,7 @@ def test_a_gallery_of_learned_classes_is_cross_fitted(place):
     with open_or_create("g", "run") as gallery:
         index_folder(gallery, place / "photos")
     result = calibrate("g")
-    assert "cross-fitted: learned images of 8 classes, by heads trained again without them" in result["queries"]
+    assert "cross-fitted: 8 classes by heads that were trained again without them" in result["queries"]
     assert result["known_queries"] == 80
     with Gallery.open("g") as gallery:
         assert gallery.status().queries == result["queries"]

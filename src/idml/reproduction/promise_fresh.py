@@ -43,7 +43,7 @@ from idml.reproduction.promise_draws import (
     add_sums,
     mixture,
 )
-from idml.search.gallery_calibration import GallerySource, assign_image_folds
+from idml.search.gallery_calibration import GallerySource
 from idml.training.refit import assign_folds, refit_heads
 
 GROWN = 40
@@ -93,21 +93,19 @@ class Everything:
 
     @classmethod
     def of(cls, source: GallerySource, collection: Tensor, report: Progress) -> "Everything":
-        """Search all images. If the model has learned from some, train the heads again without parts of them.
+        """Search all images. If the model has learned from some, train the heads again without each fold of classes.
 
         ``collection`` [n]: the image belongs to the collection that the model was trained on.
         """
         labels = source.labels
         learned = leave_out_copies(labels, source.read_learned()[0], collection)
         folder, views = source.model_folder(), [source.embeddings]
-        asked = [torch.zeros_like(labels), torch.zeros_like(labels)]
+        asked = torch.zeros_like(labels)
         if folder is not None and bool(learned.any()):
-            files = source.files(range(len(source.items)))
-            for kind, folds in enumerate((assign_image_folds(labels, learned), assign_folds(labels, learned))):
-                asked[kind] = torch.where(folds >= 0, folds + len(views), 0)
-                views += refit_heads(folder, files, labels, learned, folds, report)
-        known, unknown = asked
-        return cls(labels, learned, known, unknown, [(view, nearest(view, _DEPTH)) for view in views])
+            folds, files = assign_folds(labels, learned), source.files(range(len(source.items)))
+            asked = folds + 1
+            views += refit_heads(folder, files, labels, learned, folds, report)
+        return cls(labels, learned, asked, asked, [(view, nearest(view, _DEPTH)) for view in views])
 
     def collect(self, inside: Tensor) -> CalibrationQueries:
         """The queries of a calibration of the gallery with the images ``inside``, as `idml calibrate` has them."""

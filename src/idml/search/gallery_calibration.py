@@ -4,8 +4,7 @@ Queries come from the gallery. Each is searched in the whole gallery without its
 (unknown). Which images are queries depends on what the model has learned from:
 
     labels; no class learned             every image
-    labels; classes learned, heads only  every image; a learned one by heads that were trained again: as a known query
-                                         without a part of the images, as an unknown one without its class
+    labels; classes learned, heads only  every image; learned classes by heads that were trained again without them
     labels; classes learned, trunk too   images of the classes that were not learned
     no labels                            changed copies of images; unknown: without the original and its near duplicates
     --queries DIR                        the user's images. Sub-folders are labels; those of no class here are unknown
@@ -13,10 +12,9 @@ Queries come from the gallery. Each is searched in the whole gallery without its
 What people said about answers (`idml.search.feedback`) is added to the queries.
 """
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +53,6 @@ Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Itera
 
 _LEAST, _MOST, _PAIRS = 4000, 20_000, 4e8  # of images that are queries; of queries × images of the gallery
 ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
-IMAGE_FOLDS = 4  # of learned images: heads that have learned from three quarters of them are like the model's
 _QUERIES = 50  # the smallest number that can be fitted
 _UNKNOWN_CLASSES = 3 * FEWEST_CLUSTERS  # about half are counted; then these are enough in 499 of 500 splits
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
@@ -299,15 +296,15 @@ def _labelled_queries(
     seed: int,
     most: int,
 ) -> CalibrationQueries:
-    """Images of the gallery, each searched without itself, and again without its class.
-
-    A user's photo of a learned class meets a gallery whose other images were learned. So a known query that the model
-    has learned is asked under heads that have learned from the images of the other folds, its class among them. As an
-    unknown query it is asked under heads that have not learned from its class.
-    """
+    """Images of the gallery, each searched without itself, and again without its class."""
     labels, (learned, trunk) = source.labels, source.read_learned()
     learned_class = torch.isin(labels, labels[learned].unique())
     classes, count = len(source.names), len(labels[learned].unique())
+    fresh = _sample((~learned_class).nonzero().flatten(), most, seed)
+    parts, words = [], f"{len(fresh):,} images of the gallery, each left out of it, and again with its whole class"
+    if len(fresh):
+        pool = QueryPool(source.embeddings[fresh], labels[fresh], source.embeddings, labels, rows=fresh)
+        parts.append(search_known_and_unknown(pool))
     if count and trunk:
         if count == classes:
             raise ValueError(
@@ -315,68 +312,25 @@ def _labelled_queries(
                 "promised from these images; calibrate with --queries DIR"
             )
         source.note(f"{count:,} of {classes:,} classes are no queries: the model has learned from them")
-        rows = _sample((~learned_class).nonzero().flatten(), most, seed)
-    else:
-        rows = _sample(torch.arange(len(labels)), most, seed)
-    by_image, by_class = (torch.full_like(labels, -1) for _ in range(2))
-    refitted: dict[str, Iterable[Embeddings]] = {"image": (), "class": ()}
-    if count and not trunk:
-        if refit is None or assign_folds is None:
-            raise ValueError("the model has learned from the gallery's classes; calibrate with idml calibrate")
-        folder = source.model_folder()
-        assert folder is not None
-        by_image, by_class = assign_image_folds(labels, learned, seed), assign_folds(labels, learned)
-        files = source.files(range(len(labels)))
-        refitted = {
-            name: refit(folder, files, labels, learned, folds, source.progress)
-            for name, folds in (("image", by_image), ("class", by_class))
-        }
-    pools = {"image": _pools(source, rows, by_image, refitted["image"])}
-    pools["class"] = _pools(source, rows, by_class, refitted["class"])
-    found = [(own, pool.search(listed=LISTED)) for own, pool in pools["image"]]
-    known = OpenSetQueries.cat([queries for _, queries in found])
-    order = torch.cat([own for own, _ in found]).argsort()
-    known = known[order[known.known[order]]]
-    parts = [known]
-    if classes > 1:
-        without = [(own, pool.search_without_own(listed=LISTED)) for own, pool in pools["class"]]
-        order = torch.cat([own for own, _ in without]).argsort()
-        parts.append(OpenSetQueries.cat([queries for _, queries in without])[order])
-    words = f"{len(rows):,} images of the gallery, each left out of it, and again with its whole class"
-    if count and trunk:
         words += f"; {count:,} classes that the model has learned from are left out"
     elif count:
-        words += f"; cross-fitted: learned images of {count:,} classes, by heads trained again without them"
+        if refit is None or assign_folds is None:
+            raise ValueError("the model has learned from the gallery's classes; calibrate with idml calibrate")
+        rows = _sample(learned_class.nonzero().flatten(), most, seed)
+        folder = source.model_folder()
+        assert folder is not None
+        folds = assign_folds(labels, learned)
+        files = source.files(range(len(labels)))
+        for fold, embeddings in enumerate(refit(folder, files, labels, learned, folds, source.progress)):
+            own = rows[folds[rows] == fold]
+            pool = QueryPool(embeddings[own], labels[own], embeddings, labels, rows=own)
+            parts.append(search_known_and_unknown(pool))
+        words = f"{len(fresh) + len(rows):,} images of the gallery, each left out of it, and again with its whole class"
+        words += f"; cross-fitted: {count:,} classes by heads that were trained again without them"
     parts += _feedback_queries(source)
-    if len(parts) > 1 + (classes > 1) and source.feedback:
+    if len(parts) > 1 and source.feedback:
         words += f"; {len(source.feedback):,} answers that people judged"
     return CalibrationQueries(OpenSetQueries.cat(parts), True, words)
-
-
-def _pools(
-    source: GallerySource, rows: Tensor, folds: Tensor, refitted: Iterable[Embeddings]
-) -> Iterator[tuple[Tensor, QueryPool]]:
-    """Yield the rows of each fold, and a pool that asks them under its heads; those in no fold under the model's."""
-    views = itertools.chain([source.embeddings], refitted)
-    for fold, embeddings in enumerate(views, start=-1):
-        own = rows[folds[rows] == fold]
-        if len(own):
-            yield own, QueryPool(embeddings[own], source.labels[own], embeddings, source.labels, rows=own)
-
-
-def assign_image_folds(labels: Tensor, learned: Tensor, seed: int = 0) -> Tensor:
-    """The fold of each learned image [n], each class divided at random among all folds; −1 for the other images.
-
-    >>> assign_image_folds(torch.tensor([0, 0, 0, 0, 1]), torch.tensor([True] * 4 + [False])).sort().values
-    tensor([-1,  0,  1,  2,  3])
-    """
-    folds = torch.full_like(labels, -1)
-    generator = torch.Generator().manual_seed(seed)
-    for label in labels[learned].unique():
-        rows = (learned & (labels == label)).nonzero().flatten()
-        first = int(torch.randint(IMAGE_FOLDS, (1,), generator=generator)) if len(rows) % IMAGE_FOLDS else 0
-        folds[rows[torch.randperm(len(rows), generator=generator)]] = (torch.arange(len(rows)) + first) % IMAGE_FOLDS
-    return folds
 
 
 def _user_queries(source: GallerySource, folder: Path, unknown: float) -> CalibrationQueries:

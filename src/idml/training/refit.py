@@ -1,11 +1,9 @@
-"""Cross-fitting: the heads of a run with a frozen trunk are trained again without some of the images or classes.
+"""Cross-fitting: the heads of a run with a frozen trunk are trained again without some of the classes.
 
-A model knows the images that it has learned from too well to be calibrated on them. So these images are put into folds,
-and for each fold the heads are trained as the run's were, without the fold, and embed all images. With folds of images,
-each image is met by heads that have learned from others of its class, as a new photo is. With folds of classes, it is
-met by heads that have not learned from its class, as a photo of an unknown class is. The options are those of the run,
-with one crop of each image, no held-out classes (the last epoch is taken), and smaller batches where fewer classes
-cannot fill them.
+A model knows the classes that it has learned from too well to be calibrated on them. So these classes are put into two
+folds. For each fold the heads are trained as the run's were, without the fold's classes, and embed all images. Then
+every class is met by heads that have not learned from it. The options are those of the run, with one crop of each
+image, no held-out classes (the last epoch is taken), and smaller batches where fewer classes cannot fill them.
 """
 
 import tempfile
@@ -50,14 +48,12 @@ def refit_heads(
         raise ValueError(f"cannot read an image of the gallery again: {next(iter(pixels.broken.values()))}")
     features: Tensor | None = None
     for fold in range(int(folds.max()) + 1):
-        rest = learned & (folds != fold)
+        rest, held = learned & (folds != fold), folds == fold
         classes = labels[rest].unique()
         if len(classes) < 2:
             raise ValueError("too few classes to train the heads again without some of them: calibrate with --queries")
         subset = everything[rest].of_classes(classes.tolist())
-        test = everything[learned].of_classes(
-            labels[learned].unique().tolist()
-        )  # a run needs one; its figures are not read
+        test = everything[held].of_classes(labels[held].unique().tolist())
         with tempfile.TemporaryDirectory() as out:
             own = fit_batch_size(replace(config, out=out, holdout=0.0, crops=1), subset.labels, chosen=True)
             train(own, dataset=Dataset("the gallery", subset, test), pages=False, report=progress)
