@@ -181,7 +181,7 @@ def test_galleries_that_keep_images_out_are_searched_as_if_they_were_made(monkey
     embeddings, labels = made(20, 6)
     learned, nothing = torch.zeros(len(labels), dtype=torch.bool), torch.zeros_like(labels)
     monkeypatch.setattr(promise_fresh, "_DEPTH", 30)  # some lists are too short and searched again
-    everything = Everything(labels, learned, nothing, nothing, [(embeddings, nearest(embeddings, 30))])
+    everything = Everything(labels, learned, nothing, [(embeddings, nearest(embeddings, 30))])
     out = keep_out(labels, learned, random_stream("k"))
     outside = [label for label in labels.unique().tolist() if bool(out[labels == label].all())]
     assert len(outside) == 4
@@ -208,18 +208,17 @@ def assert_same_queries(found, expected):
 def test_learned_images_stay_and_each_is_asked_by_the_heads_that_fit():
     embeddings, labels = made(20, 6)
     learned = (labels < 8) & (torch.arange(len(labels)) % 6 < 4)
-    known = torch.where(learned, 1 + torch.arange(len(labels)) % 2, 0)
-    unknown = torch.where(labels < 8, 3 + labels % 2, 0)
-    other = [made(20, 6, seed=seed)[0] for seed in (1, 2, 3, 4)]
+    asked = torch.where(labels < 8, 1 + labels % 2, 0)
+    other = [made(20, 6, seed=seed)[0] for seed in (1, 2)]
     views = [embeddings, *other]
-    everything = Everything(labels, learned, known, unknown, [(view, nearest(view, 256)) for view in views])
+    everything = Everything(labels, learned, asked, [(view, nearest(view, 256)) for view in views])
     out = keep_out(labels, learned, random_stream("k"))
     assert not bool((out & learned).any())
     assert bool(out[(labels < 8) & ~learned].all())
     assert all(bool(out[labels == label].any()) != bool(out[labels == label].all()) for label in range(8))
     queries = everything.collect(~out).queries
     inside = (~out).nonzero().flatten()
-    for asked, is_known in ((known, True), (unknown, False)):
+    for is_known in (True, False):
         found, expected = [], []
         for view in asked[inside].unique().tolist():
             rows = (~out & (asked == view)).nonzero().flatten()
@@ -256,9 +255,7 @@ def test_fresh_images_are_as_wrong_as_rehearsed_ones_unless_they_differ():
 
     def compare(semantic, learned):
         embeddings, none = Embeddings(semantic, torch.zeros(len(labels), 1)), torch.zeros_like(labels)
-        cell = measure_fresh(
-            Everything(labels, learned, none, none, [(embeddings, nearest(embeddings, 256))]), 10, silent
-        )
+        cell = measure_fresh(Everything(labels, learned, none, [(embeddings, nearest(embeddings, 256))]), 10, silent)
         assert (cell["galleries"], cell["classes"]) == (10, 16)
         assert "16 unknown classes" in render_promises({"fresh made pretrained": cell})
         rates = cell["shares"]["0.5"]
@@ -290,7 +287,7 @@ def test_galleries_grow_by_images_or_by_whole_classes():
 def test_a_gallery_that_doubles_says_so_and_is_mended_by_a_calibration():
     embeddings, labels = made(80, 8, seed=3)
     view = (embeddings, nearest(embeddings, 256))
-    everything = Everything(labels, labels < 0, torch.zeros_like(labels), torch.zeros_like(labels), [view])
+    everything = Everything(labels, labels < 0, torch.zeros_like(labels), [view])
     cell = measure_growth(everything, 4, 0.25, silent)
     drifted = {kind: [cell[kind][stage]["drifted"] for stage in promise_fresh.STAGES] for kind in promise_fresh.KINDS}
     assert drifted["images"][0] == drifted["classes"][0] == 0

@@ -81,14 +81,12 @@ class Everything:
     """All images of a data set, each searched among all others once; galleries are parts of them.
 
     ``learned`` [n]: the model has learned from this image. ``views`` are the embeddings and the nearest images of each:
-    by the model, and by heads that were trained again. ``known`` and ``unknown`` [n] say by which view a calibration
-    asks each image as a known and as an unknown query.
+    by the model, and by heads that were trained again. ``asked`` [n] says by which view a calibration asks each image.
     """
 
     labels: Tensor
     learned: Tensor
-    known: Tensor
-    unknown: Tensor
+    asked: Tensor
     views: list[tuple[Embeddings, Neighbours]]
 
     @classmethod
@@ -105,18 +103,17 @@ class Everything:
             folds, files = assign_folds(labels, learned), source.files(range(len(source.items)))
             asked = folds + 1
             views += refit_heads(folder, files, labels, learned, folds, report)
-        return cls(labels, learned, asked, asked, [(view, nearest(view, _DEPTH)) for view in views])
+        return cls(labels, learned, asked, [(view, nearest(view, _DEPTH)) for view in views])
 
     def collect(self, inside: Tensor) -> CalibrationQueries:
         """The queries of a calibration of the gallery with the images ``inside``, as `idml calibrate` has them."""
         parts = []
         for view in range(len(self.views)):
-            known, unknown = (inside & (asked == view) for asked in (self.known, self.unknown))
-            if bool(known.any()):
-                found = self._pool(known, inside, view).search()
-                parts.append(found[found.known])
-            if bool(unknown.any()):
-                parts.append(self._pool(unknown, inside, view).search_without_own())
+            rows = inside & (self.asked == view)
+            if bool(rows.any()):
+                pool = self._pool(rows, inside, view)
+                found = pool.search()
+                parts += [found[found.known], pool.search_without_own()]
         return CalibrationQueries(OpenSetQueries.cat(parts), True, "")
 
     def search(self, asked: Tensor, inside: Tensor) -> OpenSetQueries:
