@@ -111,7 +111,7 @@ def resnet50_tables(rows: list[Row]) -> list[StudyTable]:
 def resnet50_verdict(rows: list[Row]) -> list[str] | None:
     """Return the paper's gain, ours over plain with as many images, and that it is an observation; None: not run.
 
-    A metric whose mean weight is almost 1 is named: then the gain is that of the mixtures.
+    A metric whose mean weight is almost 1 is named: it hardly differs from the plain one.
     """
     found = {_arm_of(row): row for row in rows if "failed" not in row}
     if not {"plain", "idml"} <= found.keys():
