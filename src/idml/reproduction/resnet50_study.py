@@ -10,7 +10,7 @@ and all models are tested when training has ended. The plain arm teaches u besid
 default; its gradient reaches neither s nor the trunk.
 
 The paper has 69.0 (plain) and 70.7 (IDML) R@1, after 60 epochs and with the best epoch on the test set. One seed is an
-observation, not a result. Expected cost: 3 core hours an arm (both cores: 1.5 hours).
+observation, not a result. Expected cost: 1 to 3 core hours an arm, by the CPU (half of it with both cores).
 """
 
 import hashlib

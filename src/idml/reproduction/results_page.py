@@ -483,7 +483,8 @@ def _resnet50_part(results: Results) -> tuple[str, str, StudyTable | None]:
         "Intervals are over test classes. *The paper* has 60 epochs and the best epoch on the test set; the learning "
         "rate here is constant, with one epoch of warm-up. The *selected* epoch is the one with the best MAP@R on "
         "held-out training classes. The selected epochs are the fair comparison: plain training has 12 epochs for as "
-        f"many images, so comparing last epochs also compares how much each arm overfits.{missing}"
+        "many images, so comparing last epochs also compares how much each arm overfits. An R-AUROC below 0.50 means "
+        f"that images with a larger ‖u‖ are answered better, the opposite of what ‖u‖ is for.{missing}"
     )
     return made.title, text, made
 
