@@ -346,7 +346,7 @@ def conclusion(results: Results) -> str:
     own, finetune = resnet50_verdict(results.resnet50), results.section("finetune", "cub", "full")
     parts = []
     if own is not None:
-        parts.append(f"With all of ResNet-50 trained, IDML's gain is {own[1]} ({own[2]}).")
+        parts.append(f"With all of ResNet-50 trained, IDML's gain is {own[1]} points of R@1 ({own[2]}).")
     if finetune is None:
         parts.append(
             "Whether IDML gains when everything is trained is not decided yet: the runs with several seeds are not "
