@@ -138,6 +138,22 @@ def test_the_users_own_queries(run, tmp_path, fitted):
     result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked")
     assert (result["known_queries"], result["unknown_queries"]) == (60, 89)
     assert "also without their class" in result["queries"]
+    (tmp_path / "asked" / "other61" / "0.png").write_bytes(b"no image")
+    notes: list[str] = []
+    result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked", note=notes.append)
+    assert (result["known_queries"], result["unknown_queries"]) == (60, 88)
+    assert result["queries"].startswith("88 images in asked, 28 of them of 28 unknown classes")
+    assert "other61/0.png" in notes[0]
+    assert notes[1] == "1 of 89 query images were left out: they cannot be read"
+    assert result["notes"] == notes
+
+
+def test_queries_of_which_none_can_be_read(labelled, tmp_path):
+    place, _, _ = labelled
+    (tmp_path / "asked" / "a").mkdir(parents=True)
+    (tmp_path / "asked" / "a" / "0.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match="none of the 1 images in .*asked' can be read"):
+        calibrate_gallery(place, queries=tmp_path / "asked")
 
 
 def test_without_labels_changed_copies_are_the_queries(run, tmp_path, fitted):

@@ -30,6 +30,7 @@ from idml.calibration.open_set import OpenSetQueries, QueryPool
 from idml.calibration.report import build_page, draw_calibration
 from idml.calibration.risk_control import FEWEST_CLUSTERS
 from idml.calibration.score_comparison import describe_comparison
+from idml.data.decoder_process import RefusedImage
 from idml.data.images import read_image
 from idml.data.layouts import EXTENSIONS
 from idml.embeddings import Embeddings
@@ -54,6 +55,7 @@ Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Itera
 _LEAST, _MOST, _PAIRS = 4000, 20_000, 4e8  # of images that are queries; of queries × images of the gallery
 ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
 _QUERIES = 50  # the smallest number that can be fitted
+_MAX_NAMED = 20  # unreadable query images that get a line of their own
 _UNKNOWN_CLASSES = 3 * FEWEST_CLUSTERS  # about half are counted; then these are enough in 499 of 500 splits
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
 
@@ -338,7 +340,8 @@ def _user_queries(source: GallerySource, folder: Path, unknown: float) -> Calibr
     if not source.labelled:
         raise ValueError("--queries needs a gallery in which every image has a label")
     files, names = _list_queries(folder)
-    embeddings = _embed_files(source, files)
+    embeddings, read = _embed_files(source, files, folder)
+    names = [names[place] for place in read]
     numbers = dict(source.names)
     for name in names:
         numbers.setdefault(name, len(numbers))
@@ -347,7 +350,7 @@ def _user_queries(source: GallerySource, folder: Path, unknown: float) -> Calibr
     found = pool.search(listed=LISTED)
     outside = len(labels[~found.known].unique())
     words = (
-        f"{len(files):,} images in {folder.name}, {int((~found.known).sum()):,} of them of {outside:,} unknown classes"
+        f"{len(names):,} images in {folder.name}, {int((~found.known).sum()):,} of them of {outside:,} unknown classes"
     )
     parts = [found]
     if unknown > 0 and outside < _UNKNOWN_CLASSES and len(source.names) > 1:
@@ -434,10 +437,25 @@ def _list_queries(folder: Path) -> tuple[list[Path], list[str]]:
     return files, names
 
 
-def _embed_files(source: GallerySource, files: Sequence[Path]) -> Embeddings:
-    report, parts = image_counter(source.progress, "embedded"), []
+def _embed_files(source: GallerySource, files: Sequence[Path], folder: Path) -> tuple[Embeddings, list[int]]:
+    """Embed the images that can be read; their places among the files. The others are counted and named."""
+    report, parts, read, broken = image_counter(source.progress, "embedded"), [], list[int](), list[str]()
     for start in range(0, len(files), BATCH):
-        batch = [read_image(path) for path in files[start : start + BATCH]]
-        parts.append(source.gallery.embedder.embed(batch))
+        batch = []
+        for place, path in enumerate(files[start : start + BATCH], start):
+            try:
+                batch.append(read_image(path))
+            except (OSError, RefusedImage) as error:
+                broken.append(str(error))
+                continue
+            read.append(place)
+        if batch:
+            parts.append(source.gallery.embedder.embed(batch))
         report(min(start + BATCH, len(files)), len(files))
-    return Embeddings.cat(parts)
+    for line in broken[:_MAX_NAMED]:
+        source.note(line)
+    if not parts:
+        raise ValueError(f"none of the {len(files):,} images in {str(folder)!r} can be read")
+    if broken:
+        source.note(f"{len(broken):,} of {len(files):,} query images were left out: they cannot be read")
+    return Embeddings.cat(parts), read
