@@ -38,6 +38,7 @@ import numpy as np
 import onnxruntime
 import torch
 
+from idml.compat import keep_memory
 from idml.data.images import crop_for_test, read_image
 from idml.evaluation.evaluate import evaluate_run
 from idml.model import build_model
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    keep_memory()  # as the command idml does
     results = {}
     with tempfile.TemporaryDirectory() as work:
         folder = Path(options.data or f"{work}/photos")

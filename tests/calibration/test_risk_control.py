@@ -321,6 +321,37 @@ def test_impossible_tables_are_refused(change, complaint):
         ThresholdCounts(**{**table, **change})
 
 
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        {"answered": (0.6, 1.5)},
+        {"answered": (0.6, 0.2)},  # fewer than the wrong ones
+        {"wrong": (-0.1, 0.3)},
+        {"wrong": (0.61, 0.3)},
+        {"n": (-1.0, 1000.0)},
+        {"n": (600.0, 1.1e12)},
+        {"n": (600.0, math.nan)},
+        {"spread": 10.1},
+        {"spread": -10.1},
+        {"spread": math.nan},
+        {"clusters": -1},
+        {"clusters": 2 * 10**12},
+    ],
+)
+def test_impossible_sums_over_clusters_are_refused(impossible):
+    table = (0.9, 0.0), (60, 100), (0, 30), 100, (0,)
+    edge = {"answered": (0.6, 1.0), "wrong": (0.6, 1.0), "n": (0.0, 1e12), "spread": 10.0}
+    ThresholdCounts(*table, moments_of(10, **edge), moments_of(0))
+    bad = moments_of(**{"clusters": 10, **impossible})
+    for moments, pilot in ((bad, None), (moments_of(10), bad)):
+        with pytest.raises(ValueError, match=r"^the sums over clusters have impossible values$"):
+            ThresholdCounts(*table, moments, pilot)
+
+
+def test_a_share_that_was_rounded_up_is_possible():
+    ThresholdCounts((0.0,), (9,), (9,), 9, (0,), moments_of(0, answered=(1 + 1e-12,), wrong=(1 + 1e-12,), n=(9.0,)))
+
+
 def test_tables_in_disorder_are_refused():
     with pytest.raises(ValueError, match=r"^a lower threshold of the table answers fewer queries$"):
         ThresholdCounts((0.9, 0.0), (60, 50), (0, 20), 100, (0,))
