@@ -211,7 +211,15 @@ def moments_of(clusters, answered=(0.6, 1.0), wrong=(0.0, 0.3), n=(600.0, 1000.0
 
 @pytest.mark.parametrize(
     ("clusters", "possible", "approximate"),
-    [(0, True, False), (1, False, False), (9, False, False), (10, True, True), (49, True, True), (50, True, False)],
+    [
+        (0, True, False),
+        (1, False, False),
+        (2, False, False),
+        (9, False, False),
+        (10, True, True),
+        (49, True, True),
+        (50, True, False),
+    ],
 )
 def test_promises_need_clusters(clusters, possible, approximate):
     found = ThresholdCounts((0.9, 0.0), (60, 100), (0, 30), 100, (0,), moments_of(clusters)).find_guarantee(0.05, 0.9)
@@ -224,6 +232,12 @@ def test_promises_need_clusters(clusters, possible, approximate):
             "to know about queries of unknown classes (without such queries: --unknown 0)"
         )
         assert clustered_p_values(moments_of(clusters), 0.05) == [1.0, 1.0]
+
+
+def test_the_share_of_wrong_matches_is_that_with_the_promised_share_of_unknown_queries():
+    moments = moments_of(60, answered=(0.5, 0.8), wrong=(0.02, 0.3))
+    found = ThresholdCounts((0.9, 0.0), (60, 100), (0, 30), 100, (0,), moments).find_guarantee(0.2, 0.9)
+    assert (found.share, found.wrong_share) == (0.5, 0.04)
 
 
 def test_clustered_p_values_without_spread():
