@@ -2,6 +2,9 @@
 
     python tests/repeat.py [--runs 10] [--burners 2] [--log results/repeat.jsonl] [PYTEST ARGUMENTS]
 
+Burners are processes that only compute. `--burners 0` is for a machine that other work keeps busy, such as runs of
+`idml reproduce`. How much of the cores the tests did not get is measured in either case.
+
 Each run is one line in the log: its number, outcome, seconds, and the tests that failed. Started again, on this machine
 or another one, the script goes on after the last run of the same code; a failed run counts too. Documents and results
 may change in between. Each run changes the line of docs/reliability.md about these runs. Exit status 1 if a run has
@@ -13,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -46,26 +50,42 @@ def with_figure(text: str, runs: list[dict]) -> str:
     figure = (
         f"{passed} of {len(runs)} runs of the same code passed, {min(minutes):.0f} to {max(minutes):.0f} minutes each"
     )
-    beside = f"beside {runs[-1]['burners']} processes that never wait"
+    others = [run["others"] for run in runs]
+    beside = f"beside other work that took {min(others):.0%} to {max(others):.0%} of all cores".replace("%", " %")
     line = f"{LINE} {figure}, {beside} ({runs[-1]['date']}) | `make repeat` |"
     return "\n".join(line if old.startswith(LINE) else old for old in text.split("\n"))
+
+
+def busy_seconds() -> float:
+    """Processor seconds that all processes of the machine have used, the share of other virtual machines included."""
+    first = Path("/proc/stat").read_text().splitlines()[0]
+    user, nice, system, _idle, _waiting, irq, softirq, steal, *_ = map(int, first.split()[1:])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """Processor seconds of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run_tests(arguments: list[str], burners: int) -> dict:
     """One run of the tests beside busy processes."""
     busy = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(burners)]
-    started = time.monotonic()
+    started, before = time.monotonic(), busy_seconds() - own_seconds()
     try:
         done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True)
+        others = busy_seconds() - own_seconds() - before
     finally:
         for process in busy:
             process.kill()
             process.wait()
     summary = (done.stdout.strip().splitlines() or [""])[-1]
+    seconds = time.monotonic() - started
     return {
         "passed": done.returncode == 0,
-        "seconds": round(time.monotonic() - started),
-        "burners": burners,
+        "seconds": round(seconds),
+        "others": round(others / seconds / (os.cpu_count() or 1), 2),
         "date": time.strftime("%Y-%m-%d"),
         "failed": sorted(set(FAILED.findall(done.stdout))),
         "summary": summary[:300],

@@ -1,6 +1,7 @@
 """The script that repeats the tests: it goes on where it ended, and names what failed."""
 
 import json
+from types import SimpleNamespace
 
 import repeat
 
@@ -38,8 +39,30 @@ def test_the_code_is_known_by_its_content(tmp_path, monkeypatch):
     assert repeat.hash_of_code() != before
 
 
+def test_the_work_of_others_is_measured(monkeypatch):
+    clocks = {"busy_seconds": [100, 112], "own_seconds": [5, 8]}  # of the 12 seconds 3 were the tests'
+    for name, values in clocks.items():
+        monkeypatch.setattr(repeat, name, iter(values).__next__)
+    done = SimpleNamespace(returncode=0, stdout="1 passed")
+    monkeypatch.setattr(repeat, "time", SimpleNamespace(monotonic=iter([0, 10]).__next__, strftime=str))
+    monkeypatch.setattr(repeat, "os", SimpleNamespace(cpu_count=lambda: 2))
+    monkeypatch.setattr(repeat, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+    found = repeat.run_tests([], burners=0)
+    assert (found["seconds"], found["others"]) == (10, 0.45)
+
+
+def test_the_clocks_count_processor_seconds():
+    before = repeat.busy_seconds(), repeat.own_seconds()
+    code = "import time\nwhile time.process_time() < 0.5: pass"
+    repeat.subprocess.run([repeat.sys.executable, "-c", code], check=True)
+    assert repeat.own_seconds() - before[1] > 0.4
+    assert repeat.busy_seconds() - before[0] > 0.4
+
+
 def test_the_page_names_the_runs():
-    runs = [{"passed": i > 0, "seconds": 600 + 60 * i, "burners": 2, "date": "2026-11-19"} for i in range(3)]
+    run = {"passed": True, "seconds": 600, "others": 0.45, "date": "2026-11-19"}
+    runs = [{**run, "passed": False}, {**run, "seconds": 660}, {**run, "seconds": 720, "others": 0.47}]
     (line,) = repeat.with_figure(f"{repeat.LINE} not yet | `make repeat` |", runs).splitlines()
-    assert "2 of 3 runs of the same code passed, 10 to 12 minutes each, beside 2 processes" in line
+    assert "2 of 3 runs of the same code passed, 10 to 12 minutes each" in line
+    assert "beside other work that took 45 % to 47 % of all cores" in line
     assert any(text.startswith(repeat.LINE) for text in repeat.PAGE.read_text().splitlines())
