@@ -233,7 +233,7 @@ def test_queries_that_are_no_images(run):
         refuse(run(f"search ordinary photos/c00/0-0.png {name}"), words)
     Path("queries/c00").mkdir(parents=True)
     shutil.copy("letter.jpg", "queries/c00")
-    refuse(run("calibrate ordinary --queries queries"), "cannot read the image")
+    refuse(run("calibrate ordinary --queries queries"), "no image in 'queries' can be read (1 tried)")
 
 
 def test_a_calibration_of_another_model(run):

@@ -72,7 +72,7 @@ def test_many_images_in_order(place, monkeypatch):
         ("photos --to folder.npz", "is a folder"),
         ("absent --to e.npz", "there is no folder 'absent'"),
         ("empty --to e.npz", "there is no image in 'empty'"),
-        ("broken --to e.npz", "none of the 1 images in 'broken' can be read; nothing was written"),
+        ("broken --to e.npz", "no image in 'broken' can be read (1 tried); nothing was written"),
         ("photos --to e.npz --model absent", "there is no model at absent"),
     ],
 )

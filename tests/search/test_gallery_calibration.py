@@ -152,7 +152,7 @@ def test_queries_of_which_none_can_be_read(labelled, tmp_path):
     place, _, _ = labelled
     (tmp_path / "asked" / "a").mkdir(parents=True)
     (tmp_path / "asked" / "a" / "0.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"none of the 1 images in .*asked' can be read"):
+    with pytest.raises(ValueError, match=r"no image in .*asked' can be read \(1 tried\)"):
         calibrate_gallery(place, queries=tmp_path / "asked")
 
 

@@ -78,7 +78,7 @@ def embed_images(
     if len(broken) > _MAX_NAMED:
         note(f"… {len(broken) - _MAX_NAMED} more images cannot be read")
     if not parts:
-        raise ValueError(f"none of the {len(names):,} images in {str(images)!r} can be read; nothing was written")
+        raise ValueError(f"no image in {str(images)!r} can be read ({len(names):,} tried); nothing was written")
     embeddings = Embeddings.cat(parts)
     arrays = {
         "vectors": embeddings.semantic.float().numpy(),

@@ -455,7 +455,7 @@ def _embed_files(source: GallerySource, files: Sequence[Path], folder: Path) -> 
     for line in broken[:_MAX_NAMED]:
         source.note(line)
     if not parts:
-        raise ValueError(f"none of the {len(files):,} images in {str(folder)!r} can be read")
+        raise ValueError(f"no image in {str(folder)!r} can be read ({len(files):,} tried)")
     if broken:
         source.note(f"{len(broken):,} of {len(files):,} query images were left out: they cannot be read")
     return Embeddings.cat(parts), read
