@@ -186,6 +186,8 @@ def test_presets_and_what_overrides_them(tmp_path):
     assert values(paper, "trunk", "image_size", "batch_size", "epochs") == ("resnet50", 224, 120, 60)
     assert values(paper, "lr", "step_epochs", "step_factor", "warmup_epochs") == (6e-4, 5, 0.5, 5)
     assert values(paper, "tau", "gamma", "rule", "labels") == (5.0, 0.0, "similar", "sets")
+    mixup = chosen("--data", "cub:x", "--preset", "paper", "--method", "mixup")
+    assert values(mixup, "trunk", "mixing", "labels") == ("resnet50", "separate", "weighted")
     cars = chosen("--data", "cars:x", "--preset", "paper")
     assert values(cars, "lr", "step_epochs", "gamma") == (2.5e-4, 10, 3.0)
     sop = chosen("--data", "sop:x", "--preset", "paper")

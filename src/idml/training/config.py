@@ -300,6 +300,8 @@ _PAPER: dict[str, Any] = {
     "warmup_epochs": 5, "pca": False, "tau": 5.0, "gamma": 0.0, "weight_decay": 1e-4, "freeze_bn": True, "clip": 10.0,
     "lr": 6e-4, "schedule": "step", "step_epochs": 5, "step_factor": 0.5,
 }  # fmt: skip
+_PAPER_FORM: dict[str, Any] = {"mixing": "separate", "labels": "sets"}
+"""How mixtures enter the loss of the paper's method; other methods with mixtures keep their own default."""
 _BY_DATA: dict[str, dict[str, Any]] = {
     "cars": {"lr": 2.5e-4, "step_epochs": 10, "gamma": 3.0},
     "sop": {"step_epochs": 10, "step_factor": 0.25},
@@ -330,5 +332,8 @@ def preset(name: str, data: str) -> dict[str, Any]:
 def _with_preset(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """A preset's options, overridden by ``values``; with another method, that method's share of the preset."""
     given = preset(name, str(values.get("data", "")))
-    own = options_of(values.get("method", given["method"]))
+    method = values.get("method", given["method"])
+    own = options_of(method)
+    if method == given["method"]:
+        given = {**_PAPER_FORM, **given}
     return {**{key: value for key, value in given.items() if key in _COMMON or key in own}, **values}
