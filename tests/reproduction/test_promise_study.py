@@ -255,7 +255,7 @@ def test_fresh_images_are_as_wrong_as_rehearsed_ones_unless_they_differ():
 
     def compare(semantic, learned):
         embeddings, none = Embeddings(semantic, torch.zeros(len(labels), 1)), torch.zeros_like(labels)
-        cell = measure_fresh(Everything(labels, learned, none, [(embeddings, nearest(embeddings, 256))]), 10, silent)
+        cell = measure_fresh([Everything(labels, learned, none, [(embeddings, nearest(embeddings, 256))])], 10, silent)
         assert (cell["galleries"], cell["classes"]) == (10, 16)
         assert "16 unknown classes" in render_promises({"fresh made pretrained": cell})
         rates = cell["shares"]["0.5"]
@@ -288,7 +288,7 @@ def test_a_gallery_that_doubles_says_so_and_is_mended_by_a_calibration():
     embeddings, labels = made(80, 8, seed=3)
     view = (embeddings, nearest(embeddings, 256))
     everything = Everything(labels, labels < 0, torch.zeros_like(labels), [view])
-    cell = measure_growth(everything, 4, 0.25, silent)
+    cell = measure_growth([everything], 4, 0.25, silent)
     drifted = {kind: [cell[kind][stage]["drifted"] for stage in promise_fresh.STAGES] for kind in promise_fresh.KINDS}
     assert drifted["images"][0] == drifted["classes"][0] == 0
     assert drifted["images"][2] == drifted["classes"][2] == 4  # twice as large: all say so

@@ -1,8 +1,12 @@
 """What a calibrated gallery does with images and classes that were kept out of it, and after it has grown.
 
 **fresh**: 200 galleries. For each, a fifth of the classes is kept out at random, and a fifth of the images of the other
-classes. The rest is the gallery; it is calibrated as `idml calibrate` does and asked with what was kept out. A model
-is trained once: classes that it has learned from stay in the gallery, with the images that it has learned from.
+classes. The rest is the gallery; it is calibrated as `idml calibrate` does and asked with what was kept out.
+
+Classes that a trained model has learned from stay in the gallery, with the images that it has learned from. So all
+galleries of one model are asked with the same images of these classes: one sample, which may be a lucky one. Therefore
+the heads are trained anew five times, each time without another fifth of the images of the learned classes, and the
+galleries are divided among the model and these five.
 
 The images kept out are a sample too: with 40 unknown classes, more than ε of the answers can be wrong by chance where
 the promise holds. What chance does is seen from a *rehearsal*: as many classes and images of the gallery itself are
@@ -17,6 +21,7 @@ size; then it is calibrated again. At each stage it is asked with what was kept 
 Each error rate is that of a mixture: known and unknown queries are weighted by the share of unknown ones.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +55,7 @@ GROWN = 40
 ASKED = ("fresh", "fresh, fewer queries", "rehearsed, fewer queries")
 STAGES = ("at calibration", "20 % larger", "twice as large", "calibrated again")
 KINDS = ("images", "classes")
+TRAININGS = 5  # of the heads, each without other images of the learned classes
 _DEPTH = 256  # neighbours kept of each image; a list that is too short in a gallery is searched again
 
 
@@ -90,20 +96,32 @@ class Everything:
     views: list[tuple[Embeddings, Neighbours]]
 
     @classmethod
-    def of(cls, source: GallerySource, collection: Tensor, report: Progress) -> "Everything":
-        """Search all images. If the model has learned from some, train the heads again without each fold of classes.
+    def all_of(cls, source: GallerySource, collection: Tensor, report: Progress) -> list["Everything"]:
+        """Search all images by the model, and if it has learned from some, by heads that are trained anew.
 
         ``collection`` [n]: the image belongs to the collection that the model was trained on.
         """
-        labels = source.labels
+        labels, folder = source.labels, source.model_folder()
         learned = leave_out_copies(labels, source.read_learned()[0], collection)
-        folder, views = source.model_folder(), [source.embeddings]
-        asked = torch.zeros_like(labels)
-        if folder is not None and bool(learned.any()):
-            folds, files = assign_folds(labels, learned), source.files(range(len(source.items)))
-            asked = folds + 1
-            views += refit_heads(folder, files, labels, learned, folds, report)
-        return cls(labels, learned, asked, [(view, nearest(view, _DEPTH)) for view in views])
+        if folder is None or not bool(learned.any()):
+            return [
+                cls(
+                    labels, learned, torch.zeros_like(labels), [(source.embeddings, nearest(source.embeddings, _DEPTH))]
+                )
+            ]
+        files = source.files(range(len(source.items)))
+
+        def search_by(embeddings: Embeddings, learned: Tensor) -> Everything:
+            folds = assign_folds(labels, learned)
+            views = [embeddings, *refit_heads(folder, files, labels, learned, folds, report)]
+            return cls(labels, learned, folds + 1, [(view, nearest(view, _DEPTH)) for view in views])
+
+        whole = torch.isin(labels, labels[learned].unique())
+        parts = torch.where(whole, assign_parts(labels, random_stream("promises, trainings")), -1)
+        found = [search_by(source.embeddings, learned)]
+        for part, embeddings in enumerate(refit_heads(folder, files, labels, whole, parts, report)):
+            found.append(search_by(embeddings, whole & (parts != part)))
+        return found
 
     def collect(self, inside: Tensor) -> CalibrationQueries:
         """The queries of a calibration of the gallery with the images ``inside``, as `idml calibrate` has them."""
@@ -133,6 +151,19 @@ class Everything:
             rows=place[rows],
             neighbours=Neighbours(found, distances[asked].where(found >= 0, torch.inf)),
         )
+
+
+def assign_parts(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Divide the images of each class among the trainings: the number of the one that does not learn from it [n].
+
+    >>> assign_parts(torch.zeros(5, dtype=torch.long), torch.Generator()).sort().values
+    tensor([0, 1, 2, 3, 4])
+    """
+    parts = torch.empty_like(labels)
+    for label in labels.unique():
+        rows = (labels == label).nonzero().flatten()
+        parts[rows[torch.randperm(len(rows), generator=generator)]] = torch.arange(len(rows)) % TRAININGS
+    return parts
 
 
 def leave_out_copies(labels: Tensor, learned: Tensor, collection: Tensor) -> Tensor:
@@ -173,12 +204,15 @@ def rehearse(found: CalibrationQueries, generator: torch.Generator) -> tuple[Cal
     return replace(found, queries=queries[left.nonzero().flatten()]), queries[asked.nonzero().flatten()]
 
 
-def measure_fresh(everything: Everything, galleries: int, report: Progress) -> dict[str, Any]:
-    """Calibrate many galleries for each share, and ask them with fresh images; and rehearse it."""
+def measure_fresh(searched: Sequence[Everything], galleries: int, report: Progress) -> dict[str, Any]:
+    """Calibrate many galleries for each share, and ask them with fresh images; and rehearse it.
+
+    ``searched``: by each training of the model; the galleries are divided among them.
+    """
     shares: dict[str, dict[str, Sums]] = {f"{share:g}": {kind: {} for kind in ASKED} for share in SHARES}
     known = unknown = classes = 0
     for number in range(galleries):
-        generator = random_stream("promises, fresh", number)
+        everything, generator = searched[number % len(searched)], random_stream("promises, fresh", number)
         out = keep_out(everything.labels, everything.learned, generator)
         found, asked = everything.collect(~out), everything.search(out, ~out)
         fewer, rehearsed = rehearse(found, generator)
@@ -192,18 +226,18 @@ def measure_fresh(everything: Everything, galleries: int, report: Progress) -> d
         classes += len(asked.labels[~asked.known].unique())
         report({"what": "galleries asked", "done": number + 1, "images": galleries})
     means = {"known": known / galleries, "unknown": unknown / galleries, "classes": classes / galleries}
-    return {"galleries": galleries, **means, "shares": shares}
+    return {"galleries": galleries, "trainings": len(searched), **means, "shares": shares}
 
 
 # -------------------- growth --------------------
 
 
-def measure_growth(everything: Everything, galleries: int, share: float, report: Progress) -> dict[str, Any]:
+def measure_growth(searched: Sequence[Everything], galleries: int, share: float, report: Progress) -> dict[str, Any]:
     """Grow many galleries by images and by classes; return what happens at each stage."""
     found: dict[str, Any] = {kind: {stage: {"drifted": 0.0, "rates": {}} for stage in STAGES} for kind in KINDS}
-    labels, embeddings = everything.labels, everything.views[0][0]
     for number in range(galleries):
-        generator = random_stream("promises, growth", number)
+        everything, generator = searched[number % len(searched)], random_stream("promises, growth", number)
+        labels, embeddings = everything.labels, everything.views[0][0]
         out = keep_out(labels, everything.learned, generator)
         for kind in KINDS:
             half, larger, whole = grow(torch.arange(len(labels)) if kind == "images" else labels, ~out, generator)
@@ -218,7 +252,7 @@ def measure_growth(everything: Everything, galleries: int, share: float, report:
                 answers = count_answers(calibration, everything.search(out, inside), share)
                 add_sums(found[kind][stage]["rates"], answers)
         report({"what": "galleries grown", "done": number + 1, "images": galleries})
-    return {"galleries": galleries, "share": share, **found}
+    return {"galleries": galleries, "trainings": len(searched), "share": share, **found}
 
 
 def grow(units: Tensor, inside: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

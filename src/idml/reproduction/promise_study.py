@@ -163,11 +163,11 @@ def measure_others(cells: Cells, collection: Collection, draws: int, report: Pro
     with Gallery.open(collection.gallery, calibrated=False, images=MANY) as gallery:
         parts = Parts.read(gallery, note, report)
         if "fresh" in missing or "growth" in missing:
-            everything = Everything.of(parts.everything, parts.part == 0, report)
+            searched = Everything.all_of(parts.everything, parts.part == 0, report)
             if "fresh" in missing:
-                cells.add(f"fresh {name}", measure_fresh(everything, draws, report))
+                cells.add(f"fresh {name}", measure_fresh(searched, draws, report))
             if "growth" in missing:
-                cells.add(f"growth {name}", measure_growth(everything, GROWN, UNKNOWN, report))
+                cells.add(f"growth {name}", measure_growth(searched, GROWN, UNKNOWN, report))
         if "unlabelled" in missing:
             found = measure_unlabelled(gallery, parts.photos, parts.fresh, draws=draws, report=report)
             cells.add(f"unlabelled {name}", found)

@@ -36,7 +36,9 @@ def render_promises(cells: dict[str, Cell]) -> str:
 _TITLES = {
     "fresh": "### Images and classes that were kept out\n"
     "Many galleries of one data set: for each, a fifth of the classes and a fifth of the images of the others are kept "
-    "out at random; the rest is calibrated, and asked with what was kept out. *Wrong* is the share among all matches. "
+    "out at random; the rest is calibrated, and asked with what was kept out. For a trained model, the galleries are "
+    "divided among several trainings of its heads, each without other images of the classes that it learns. *Wrong* is "
+    "the share among all matches. "
     "*Above ε* counts galleries. The images asked are a sample too, so chance puts more than 10 % of the galleries "
     "above ε. What chance does is seen from the last columns: a calibration without a quarter of the classes and a "
     "fifth of the images is asked with the real images, and with those of the gallery that were taken away, left out "
@@ -50,7 +52,7 @@ _TITLES = {
     "The same gallery without its labels: a match is wrong if it shows another picture. 600 pictures are drawn from "
     "1,500, 200 times. Then 20 of these calibrations are asked with changes that no calibration uses (grey; contrast "
     "halved or doubled; noise; mirrored; a white border; a caption), and with real near duplicates: photographs that "
-    "were kept out and show the same scene as one in the gallery, found by their pixels.",
+    "were kept out and are in the gallery a second time, found by their pixels.",
 }
 
 
@@ -171,7 +173,7 @@ def _fresh_table(name: str, cell: Cell) -> str:
             rows.append([_percent(float(share), 0), _percent(float(rate), 0), *cells])
     about = (
         f"{n} galleries, each asked with about {cell['known']:,.0f} known images and {cell['unknown']:,.0f} images of "
-        f"{cell['classes']:.0f} unknown classes"
+        f"{cell['classes']:.0f} unknown classes{_trainings(cell)}"
     )
     return f"**{_title(name)}**: {about}.\n\n{markdown_table(header, rows)}"
 
@@ -187,7 +189,12 @@ def _growth_table(name: str, cell: Cell) -> str:
             for total in found["rates"].values():
                 cells += [_percent(total["answered"] / n), _ratio(total["wrong"], total["answered"], percent=True)]
             rows.append([kind, stage, _percent(found["drifted"] / n, 0), *cells])
-    return f"**{_title(name)}**: {n} galleries.\n\n{markdown_table(header, rows)}"
+    return f"**{_title(name)}**: {n} galleries{_trainings(cell)}.\n\n{markdown_table(header, rows)}"
+
+
+def _trainings(cell: Cell) -> str:
+    count = cell.get("trainings", 1)
+    return f"; {count} trainings" if count > 1 else ""
 
 
 def _copies_tables(name: str, cell: Cell) -> str:
