@@ -20,6 +20,7 @@ from idml.reproduction.front_page import PROMISES
 from idml.reproduction.promise_draws import Curve, Population, draw, measure_draw, mixture, take_queries
 from idml.reproduction.promise_fresh import (
     Everything,
+    assign_parts,
     grow,
     keep_out,
     leave_out_copies,
@@ -268,6 +269,28 @@ def test_fresh_images_are_as_wrong_as_rehearsed_ones_unless_they_differ():
     same = semantic.clone()
     same[labels >= 64] = semantic[labels < 16]  # the classes kept out look like classes of the gallery
     assert compare(same, (labels < 64) & (torch.arange(len(labels)) % 8 < 6)) > 0.15
+
+
+def test_galleries_are_divided_among_the_trainings():
+    embeddings, labels = made(40, 8)
+    other, none = made(40, 8, seed=1)[0], torch.zeros_like(labels)
+    one, two = (Everything(labels, labels < 0, none, [(e, nearest(e, 256))]) for e in (embeddings, other))
+
+    def wrong(searched, galleries):
+        cell = measure_fresh(searched, galleries, silent)
+        assert cell["trainings"] == len(searched)
+        return cell["shares"]["0.5"]["fresh"]["0.2"]["wrong"]
+
+    second = wrong([two], 2) - wrong([two], 1)
+    assert wrong([one, two], 2) == pytest.approx(wrong([one], 1) + second)
+    assert second != pytest.approx(wrong([one], 2) - wrong([one], 1))
+
+
+def test_each_training_does_without_other_images_of_every_class():
+    labels = torch.arange(3).repeat(10)
+    parts = assign_parts(labels, random_stream("p"))
+    for label in range(3):
+        assert parts[labels == label].bincount().tolist() == [2] * promise_fresh.TRAININGS
 
 
 def test_galleries_grow_by_images_or_by_whole_classes():
