@@ -189,7 +189,7 @@ def test_judgements_are_kept_shown_used_and_deleted(run):
         ("calibrate g --unknown 0.95", "must be from 0 to 0.9, got 0.95"),
         ("calibrate calibrated --queries nowhere", "there is no folder 'nowhere' of queries"),
         ("calibrate calibrated --queries few/c0", "has no images in sub-folders"),
-        ("calibrate calibrated --queries broken", "cannot read the image"),
+        ("calibrate calibrated --queries broken", "no image in 'broken' can be read (1 tried)"),
         ("calibrate calibrated --queries few", "needs 50 queries with a right answer, there are 0"),
         ("search g few/c0/0.png --label x", "use it with --feedback wrong"),
         ("gallery list g c0", "unexpected argument 'c0': 'idml gallery list' is about the whole gallery"),

@@ -278,7 +278,8 @@ class TestCollection:
         question.get_by_role("button", name="Cancel").click()
         assert service.requests("POST", "/api/items") == []
         page.get_by_label("Label (may stay empty)").press("Enter")
-        page.keyboard.press("Enter")  # the confirmation has the focus
+        expect(question.get_by_role("button", name="Add", exact=True)).to_be_focused()
+        page.keyboard.press("Enter")
         expect(page.locator("#said")).to_have_text("The image is in the gallery now.")
         (added,) = service.requests("POST", "/api/items")
         assert added.fields == {"image": ("novel.png", NOVEL["buffer"]), "label": (None, b"puffin")}
@@ -289,6 +290,24 @@ class TestCollection:
         expect(page.locator("#said")).to_have_text("The gallery already had this image.")
         expect(question).to_be_hidden()
         assert "label" not in service.requests("POST", "/api/items")[-1].fields
+
+    def test_the_closing_of_a_question_does_not_answer_the_next_one(self, service, visit, expect):
+        page = visit(service.url)
+        answers = page.evaluate("""async () => {
+            const { confirmed } = await import(new URL("static/dialogs.js", location.href).href);
+            const dialog = document.getElementById("confirm-dialog");
+            const first = confirmed("one", "Yes");
+            while (!dialog.open) await new Promise(requestAnimationFrame);
+            dialog.close();  // its event comes later
+            const second = confirmed("two", "Yes");
+            const one = await first;
+            await new Promise((resolve) => setTimeout(resolve));  // all listeners of the event have run
+            while (!dialog.open) await new Promise(requestAnimationFrame);
+            const words = document.getElementById("confirm-words").textContent;
+            document.getElementById("confirm-yes").click();
+            return [one, words, await second];
+        }""")
+        assert answers == [False, "two", True]
 
     def test_relabelling(self, service, visit, expect):
         page = visit(service.url + "#browse")
