@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import idml
 from idml import cli, demo
@@ -162,13 +164,19 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(few_glyphs, tmp_path, 
     assert cli.main([*command, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert plan["data"]["train"]["classes"] + plan["data"]["held out"]["classes"] == 40
+    weights = tmp_path / "weights.safetensors"
+    save_file({"conv.weight": torch.zeros(1)}, weights)  # of another architecture
     for options, words in (
         (["--method", "dac", "--groups", "3"], "embedding_dim 512 does not divide into 3 slices"),
         (["--loss-parameters", "gamma=1"], "unknown parameter 'gamma' of MultiSimilarity"),
+        (["--method", "drml", "--loss", "proxy_anchor", "--embedding-dim", "513", "--nodes", "3"], "does not divide"),
+        (["--weights", str(weights)], "weights.safetensors"),
     ):
         assert cli.main([*command, *options]) == 2
         assert words in capsys.readouterr().err
     assert plan["options"]["epochs"] == 3
+    assert cli.main([*command, "--warmup-epochs", "3"]) == 0
+    assert "the trunk does not learn: warm-up has 3 epochs, and the run 3" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 

@@ -27,7 +27,7 @@ from idml.evaluation import (
 )
 from idml.evaluation import evaluate as whole
 from idml.evaluation.evaluate import evaluate_run, group_disjoint_pairs
-from idml.model import Model, load_model, save_model
+from idml.model import Model, build_model, load_model, save_model
 from idml.model.structural_matching import structural_similarities
 from idml.training.config import from_dict
 from idml.training.loop import train
@@ -142,6 +142,14 @@ def test_reranked_figures_are_those_of_a_loop(runs, spec, first, embedded):
     assert result["r_precision"] == pytest.approx(float(right[rows, :5].double().mean()))  # R = 5
     with pytest.raises(ValueError, match="unknown re-ranker 'dimm'; did you mean 'diml'"):
         evaluate_run(runs / "idml", spec, rerank="dimm")
+
+
+def test_a_model_that_cannot_be_reranked_is_refused_before_anything_is_embedded(runs, spec, tmp_path, monkeypatch):
+    shutil.copytree(runs / "idml", tmp_path / "run")
+    save_model(build_model("conv4", embedding_dim=8, image_size=16, head="slices", slices=("a", "b")), tmp_path / "run")
+    monkeypatch.setattr(whole, "measure_queries", lambda *parts: pytest.fail("images were embedded"))
+    with pytest.raises(ValueError, match="needs a linear head"):
+        evaluate_run(tmp_path / "run", spec, rerank="diml")
 
 
 @pytest.mark.parametrize("view", [View(), MIXED, *MIDDLE], ids=str)

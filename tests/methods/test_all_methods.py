@@ -11,7 +11,7 @@ import torch
 from idml.methods import METHODS, find_method
 from idml.methods.options import flatten_options, list_options
 from idml.model import load_model
-from idml.training.build import build
+from idml.training.build import build, set_modes
 from idml.training.config import TrainConfig, from_dict, to_dict
 from idml.training.distributed import Processes
 from idml.training.loop import train
@@ -59,16 +59,19 @@ def test_workers_change_nothing_and_a_run_logs_what_the_method_measures(options,
     assert gaussian is method.startswith("pel")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_parts_of_a_batch_give_the_gradients_of_the_whole(method):
+@pytest.mark.parametrize(("method", "warm_up"), [*((method, False) for method in METHODS), ("idml", True)])
+def test_parts_of_a_batch_give_the_gradients_of_the_whole(method, warm_up):
     found = []
     for size in (0, 5):
         config = from_dict({
             "data": "glyphs", "out": "-", **case(method), "image_size": 32, "embedding_dim": 8, "micro_batch": size,
+            **({"warmup_epochs": 1, "warmup_u": False} if warm_up else {}),
         })  # fmt: skip
         torch.manual_seed(0)
         labels = torch.arange(16) % 4
         model, trained = build(config, labels, 4)
+        if warm_up:  # nothing but the semantic head and the proxies learns
+            set_modes(model, config, epoch=0)
         model.trunk.eval()
         batch = trained.add_images(torch.rand(16, 3, 32, 32), labels, seed=0, epoch=0, step=0)
         terms, _ = compute_gradients(batch, torch.arange(16), model, trained, config, Processes(), seed=3)

@@ -77,6 +77,22 @@ def test_learned_uncertainty_of_proxies():
     torch.testing.assert_close(loss.proxy_uncertainty.grad, gradients[1])
 
 
+@pytest.mark.parametrize(("schedule", "rates"), [("cosine", [1, 0.854, 0.5, 0.146]), ("step", [1, 1, 0.5, 0.5])])
+def test_the_learning_rate_falls_by_the_share_of_the_run_that_is_done(schedule, rates):
+    """Two epochs, each asked at its beginning and in its middle: (1 + cos πx) / 2 at ¼ is 0.854."""
+    config = from_dict({
+        "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "lr": 1.0, "schedule": schedule,
+        "epochs": 2, "step_epochs": 1, "step_factor": 0.5,
+    })  # fmt: skip
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [parameter], "factor": 1.0}], lr=1.0)
+    found = []
+    for epoch, done in ((0, 0.0), (0, 0.5), (1, 0.0), (1, 0.5)):
+        set_learning_rate(optimizer, config, epoch, done)
+        found.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx(rates, abs=1e-3)
+
+
 def test_learning_rates_of_the_parts():
     config = from_dict({
         "data": "glyphs", "out": "-", "trunk": "conv4", "pretrained": False, "loss": "proxy_anchor", "method": "ism",
@@ -84,7 +100,7 @@ def test_learning_rates_of_the_parts():
     })  # fmt: skip
     model, method = build(config, torch.arange(5), 5)
     optimizer = build_optimiser(model, method, config)
-    set_learning_rate(optimizer, config, 0, 10, 0)
+    set_learning_rate(optimizer, config, 0, 0.0)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     same = (next(model.trunk.parameters()), model.semantic.weight, model.uncertainty.linear.weight)
     assert [rates[id(p)] for p in (*same, method.metric_loss.proxy_uncertainty)] == [pytest.approx(0.01)] * 4

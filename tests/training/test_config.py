@@ -152,6 +152,11 @@ def test_differences_name_what_changed():
         ({"method": "idml", "taus": 3.0}, "unknown option 'taus'; did you mean 'tau'"),
         ({"method_options": None}, "unknown option 'method_options'"),
         ({"freeze_trunk": True, "train": "last"}, "freeze_trunk trains the heads alone"),
+        ({"freeze_trunk": "no"}, "freeze_trunk must be true or false, got 'no'"),
+        (
+            {"method": "mic", "loss": "margin_dw", "freeze_trunk": True, "ambiguity": ["mixup"]},
+            "method mic chooses its batches as it learns, so mixtures cannot be computed before",
+        ),
         ({"method": ["idml"]}, "unknown method"),
         ({"bound": None}, "the option 'bound' was removed"),
         ({"introspection": "ranking"}, "the option 'introspection' was removed"),

@@ -24,7 +24,7 @@ from idml.embeddings import Embeddings
 from idml.errors import unknown_name
 from idml.evaluation.knn import nearest
 from idml.evaluation.report import build_report, describe_best_scores, summarise_views
-from idml.evaluation.rerank import RERANKERS, StructuralReranker, match_positions
+from idml.evaluation.rerank import RERANKERS, StructuralReranker, linear_head, match_positions
 from idml.evaluation.retrieval import RetrievalFigures, evaluate_retrieval
 from idml.evaluation.scores import (
     ErrorPredictor,
@@ -174,6 +174,8 @@ def _evaluate(
         for path, metric in zip(runs, metrics, strict=True)
     ]
     candidate, config = loaded[0], loaded[0].model.config
+    if "rerank" in head:
+        linear_head(candidate.model)  # a model that cannot be re-ranked is refused before anything is embedded
     train = load_model_pixels(candidate.model, dataset.train, count_images, keep)
     measured = measure_queries(candidate, views, loaded[1:], fit_error_predictor(candidate, train, keep))
     if "rerank" in head:

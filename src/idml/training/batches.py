@@ -184,11 +184,6 @@ class FrozenImages:
 
     def __init__(self, stream: Stream, model: Model, progress: Count) -> None:
         self.stream, self.crops, config = stream, stream.config.crops, stream.config
-        if stream.method.added_key():
-            raise ValueError(
-                f"method {config.method} chooses its batches as it learns, so mixtures cannot be computed before: "
-                f"train {config.train} needs a run without mixup and cutmix"
-            )
         images, last = self.crops * len(stream.pixels.usable), config.train == "last"
         self.cache = FeatureCache(model, images=images, last=last, grid=model.config.maps)
         numbers = stream.pixels.usable.split(64)

@@ -152,12 +152,15 @@ def trunk_parameters(model: Model, config: TrainConfig) -> list[nn.Parameter]:
     return list(model.trunk.parameters()) if config.train == "all" else []
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, epoch: int, steps: int, step: int) -> None:
-    """Set the learning rate, a function of the step alone; ``steps`` is how many an epoch has."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, epoch: int, share_done: float) -> None:
+    """Set the learning rate of a step, when ``share_done`` of the steps of its epoch are done.
+
+    Epochs may differ in length, so the cosine falls by as much in each of them as in epochs of one length.
+    """
     if config.schedule == "step":
         share = config.step_factor ** (epoch // config.step_epochs)
     elif config.schedule == "cosine":
-        share = 0.5 * (1.0 + math.cos(math.pi * step / (steps * config.epochs)))
+        share = 0.5 * (1.0 + math.cos(math.pi * (epoch + share_done) / config.epochs))
     else:
         share = 1.0
     for group in optimizer.param_groups:

@@ -157,6 +157,13 @@ class TrainConfig:
         """Whether batch normalisation keeps the statistics of the pretrained weights."""
         return self.freeze_bn and self.starts_from_weights
 
+    @property
+    def warm_up_note(self) -> str | None:
+        """What to say if the trunk never learns because the run ends with its warm-up."""
+        if self.train == "heads" or self.warmup_epochs < self.epochs:
+            return None
+        return f"the trunk does not learn: warm-up has {self.warmup_epochs} epochs, and the run {self.epochs}"
+
 
 def _check_combinations(config: TrainConfig) -> None:
     """Raise ``ValueError`` where two options contradict each other."""
@@ -179,6 +186,11 @@ def _check_combinations(config: TrainConfig) -> None:
         )
     if config.train != "all" and not config.starts_from_weights:
         raise ValueError(f"train {config.train} needs pretrained weights: a random trunk has nothing to keep")
+    if config.train != "all" and find_method(config.method).plans_batches and config.added_images:
+        raise ValueError(
+            f"method {config.method} chooses its batches as it learns, so mixtures cannot be computed before: "
+            f"train {config.train} needs a run without mixup and cutmix"
+        )
 
 
 def fit_batch_size(config: TrainConfig, labels: "Tensor", *, chosen: bool = False) -> TrainConfig:
@@ -228,7 +240,10 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
     if name is not None:
         values = _with_preset(name, values)
     method = values.get("method", TrainConfig.method)
-    if values.pop("freeze_trunk", False):
+    frozen = values.pop("freeze_trunk", False)
+    if not isinstance(frozen, bool):
+        raise ValueError(f"freeze_trunk must be true or false, got {frozen!r}")
+    if frozen:
         if values.get("train") == "last":
             raise ValueError("freeze_trunk trains the heads alone: leave it out to train the last stage too")
         values["train"] = "heads"

@@ -132,6 +132,9 @@ def train(
             note(f"{len(seen.classes)} classes to train on: batches of {config.batch_size} images instead of {asked}")
             processes.check_shares(config.batch_size, config.added_images)
 
+        if line := config.warm_up_note:
+            note(line)
+
         # ---- model and method; the model says how large the images are ----
         torch.manual_seed(config.seed)
         model, method = build(config, seen.labels, len(seen.classes))
@@ -214,7 +217,7 @@ def train(
             started = time.perf_counter()
             for numbers, batch in stream.batches(epoch, first, skip=skipped):
                 now = first + skipped + len(rows)
-                set_learning_rate(optimizer, config, epoch, steps, now)
+                set_learning_rate(optimizer, config, epoch, (now - first) / steps)
                 optimizer.zero_grad(set_to_none=True)
                 seed = random_stream("step", config.seed, epoch, now).initial_seed()
                 with name_images(now, numbers):

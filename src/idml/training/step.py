@@ -80,5 +80,7 @@ def check_weights(*modules: nn.Module) -> None:
 def _backpropagate_part(part: Embeddings, whole: Embeddings, start: int) -> None:
     """Send the gradients that ``whole`` got at the rows of ``part`` back through the network."""
     both = ((part.semantic, whole.semantic.grad), (part.uncertainty, whole.uncertainty.grad))
-    known = [(x, g[start : start + len(part)]) for x, g in both if g is not None]  # the plain metric leaves u alone
+    known = [  # the plain metric leaves u alone; during warm-up the uncertainty head may be frozen
+        (x, g[start : start + len(part)]) for x, g in both if g is not None and x.requires_grad
+    ]
     torch.autograd.backward([x for x, _ in known], [g for _, g in known])
