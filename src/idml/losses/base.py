@@ -19,6 +19,10 @@ from idml.labels import LabelSets
 from idml.metric import Form, IntrospectiveMetric
 
 
+_FACTORS = ("alpha", "beta", "scale", "power", "slope", "entropy")
+"""Parameters that multiply, divide or raise something in whichever loss has them, so they are above 0."""
+
+
 class MetricLoss(nn.Module):
     """Base of all losses: the metric, the loss function's parameters, and the checks of the input."""
 
@@ -54,13 +58,15 @@ class MetricLoss(nn.Module):
 
     @classmethod
     def known(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return the same parameters; one that the loss does not have is a ``ValueError``."""
+        """Return the same parameters; one that the loss does not have, or that cannot be, is a ``ValueError``."""
         usual = cls.defaults()
         for name, value in parameters.items():
             if name not in usual:
                 raise ValueError(unknown_name("parameter", name, usual, whose=f" of {cls.__name__}"))
             if isinstance(usual[name], int) and not (type(value) is int and value >= 1):
                 raise ValueError(f"{name} of {cls.__name__} must be a positive whole number, got {value!r}")
+            if name in _FACTORS and value <= 0:
+                raise ValueError(f"{name} of {cls.__name__} must be above 0, got {value:g}")
         return parameters
 
     def _require_form(self) -> None:

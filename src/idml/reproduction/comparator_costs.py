@@ -164,7 +164,7 @@ def measure_arm(data: str, regime: Regime, key: Key, *, images: int, classes: in
         for step, numbers in enumerate(plan[: steps or len(plan)]):
             batch = rows.batch(method, numbers, epoch, step)
             started = time.process_time()
-            set_learning_rate(optimizer, config, epoch, len(plan), step)
+            set_learning_rate(optimizer, config, epoch, step / len(plan))
             optimizer.zero_grad(set_to_none=True)
             compute_gradients(batch, numbers, model, method, config, processes, seed=step)
             optimizer.step()

@@ -132,8 +132,8 @@ def train(
             note(f"{len(seen.classes)} classes to train on: batches of {config.batch_size} images instead of {asked}")
             processes.check_shares(config.batch_size, config.added_images)
 
-        if line := config.warm_up_note:
-            note(line)
+        if (warm_up := config.warm_up_note) is not None:
+            note(warm_up)
 
         # ---- model and method; the model says how large the images are ----
         torch.manual_seed(config.seed)
