@@ -18,7 +18,6 @@ from idml.errors import unknown_name
 from idml.labels import LabelSets
 from idml.metric import Form, IntrospectiveMetric
 
-
 _FACTORS = ("alpha", "beta", "scale", "power", "slope", "entropy")
 """Parameters that multiply, divide or raise something in whichever loss has them, so they are above 0."""
 
