@@ -196,6 +196,14 @@ def test_what_u_tells():
     assert judged(MixedAbove("", IDML), auroc_mixed=(0.7, 0.72, 0.71)) == CONFIRMED
     assert judged(MixedAbove("", IDML), auroc_mixed=(0.3, 0.9, 0.6)) == CANNOT_TELL
     assert judged(MixedAbove("", IDML), auroc_mixed=(0.4, 0.45, 0.5)) == NOT_CONFIRMED
+    taught = MixedAbove("", IDML, ("proxy_anchor", "plain"))
+    own = {seed: {"auroc_mixed": value} for seed, value in enumerate((0.7, 0.72, 0.71))}
+    for others, word in (((0.6, 0.63, 0.6), CONFIRMED), ((0.75, 0.8, 0.78), NOT_CONFIRMED)):
+        verdict = taught.decide(found(idml=own, plain={s: {"auroc_mixed": value} for s, value in enumerate(others)}))
+        assert verdict.word == word
+        assert verdict.value == pytest.approx(0.71 - sum(others) / 3)
+    assert "AUROC 0.71, that of a u that nothing teaches 0.78; difference -0.07" in verdict.reason
+    assert taught.decide(found(idml=own, plain={})).word == MISSING
     training = MixedAbove("", IDML, training=True)
     assert judged(training, level_clean=(1, 2, 3), level_mixed=(1.5, 3.1, 4.4)) == CONFIRMED
     assert judged(training, level_clean=(1, 2, 3), level_mixed=(0.5, 1, 1)) == NOT_CONFIRMED

@@ -274,10 +274,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class MixedAbove:
-    """‖u‖ of mixed images is above that of clean ones, in the test (by AUROC) or at the end of training (by means)."""
+    """‖u‖ of mixed images is above that of clean ones, in the test (by AUROC) or at the end of training (by means).
+
+    A u that nothing teaches is larger for mixed images too, so in the test its AUROC is the limit: that of ``untaught``.
+    """
 
     text: str
     arm: Key
+    untaught: Key | None = None
     training: bool = False
 
     def decide(self, found: TableRuns) -> Verdict:
@@ -288,7 +292,15 @@ class MixedAbove:
         if self.training:
             values = [run["level_mixed"] / run["level_clean"] - 1 for run in runs]
             return _above(values, 0.0, "mixed over clean ‖u‖, less 1")
-        return _above([run["auroc_mixed"] for run in runs], 0.5, "AUROC")
+        if self.untaught is None:
+            return _above([run["auroc_mixed"] for run in runs], 0.5, "AUROC")
+        own, other = found.runs(self.arm), found.runs(self.untaught)
+        if not own.keys() & other.keys():
+            return Verdict(MISSING, _why_missing(found, self.untaught))
+        pairs = [(own[seed]["auroc_mixed"], other[seed]["auroc_mixed"]) for seed in sorted(own.keys() & other.keys())]
+        means = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
+        what = f"AUROC {means[0]:.2f}, that of a u that nothing teaches {means[1]:.2f}; difference"
+        return _above([a - b for a, b in pairs], 0.0, what)
 
 
 @dataclass(frozen=True)
