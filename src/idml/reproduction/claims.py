@@ -276,7 +276,7 @@ class Gain:
 class MixedAbove:
     """‖u‖ of mixed images is above that of clean ones, in the test (by AUROC) or at the end of training (by means).
 
-    A u that nothing teaches is larger for mixed images too, so in the test its AUROC is the limit: that of ``untaught``.
+    A u that nothing teaches is larger for mixed images too, so in the test the AUROC of ``untaught`` is the limit.
     """
 
     text: str
