@@ -40,8 +40,16 @@ class Comparator:
     def arm(self, arms: Arms) -> Arm:
         """Return its arm; a loss alone has no plain arm to beat."""
         options = {**self.options, **self.by_data.get(arms.data, {})}
-        against = self.name if self.method == "plain" else "plain"
+        against = self.name if self.method == "plain" else self.plain(arms).name
         return arms.arm(self.loss, self.method, self.name, against=against, **options)
+
+    def plain(self, arms: Arms) -> Arm:
+        """Return the plain arm of its loss, with the same parameters of the loss."""
+        parameters = self.options.get("loss_parameters")
+        if parameters is None:
+            return arms.plain(self.loss)
+        name = f"plain, {', '.join(parameters)}"
+        return arms.arm(self.loss, "plain", name, against=name, loss_parameters=parameters)
 
 
 COMPARATORS = (
@@ -106,8 +114,8 @@ def comparators_table(arms: Arms) -> Table:
     chosen = [each for each in COMPARATORS if each.frozen in wanted]
     left_out = [each.name for each in COMPARATORS if each not in chosen]
     own = [each.arm(arms) for each in chosen]
-    losses = dict.fromkeys([_PA, *(arm.loss for arm in own if arm.against == "plain")])
-    rows = [*(arms.plain(loss) for loss in losses), *own]
+    plain = [arms.plain(_PA), *(each.plain(arms) for each in chosen if each.method != "plain")]
+    rows = [*{arm.key: arm for arm in plain}.values(), *own]
     claims = [Gain(f"{arm.name} is above plain ProxyAnchor", arm.key, PROXY_ANCHOR, own=True) for arm in own]
     notes = [f"{each.name}: {each.remark}." for each in chosen if each.remark]
     if left_out and arms.regime.name == "frozen":

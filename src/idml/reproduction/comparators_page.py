@@ -147,10 +147,11 @@ def describe_comparison(places: Sequence[tuple[str, Table, TableRuns]]) -> str:
     texts = [_describe_place(name, kinds, found) for name, kinds, found in judged]
     texts.append(_describe_all([kinds for _, kinds, _ in judged]))
     texts.append(
-        "All have the same network, batches and choice of learning rates, and are tuned and stopped on held-out "
-        "classes; most of their authors kept the epoch with the best R@1 on the test classes. The network is smaller "
-        "than theirs and most of it is frozen, so this says which ideas carry over to such a network, not that a "
-        "paper is wrong."
+        "All have the same network and choice of learning rates, and are tuned and stopped on held-out classes; most "
+        "of their authors kept the epoch with the best R@1 on the test classes. Batches are of one size, but D&C, MIC "
+        "and PADS choose theirs anew in every epoch, PADS trains without the images by which it chooses, and DREML has "
+        "576 dimensions. Options other than the learning rate are the authors'. The network is smaller than theirs and "
+        "most of it is frozen, so this says which ideas carry over to such a network, not that a paper is wrong."
     )
     return " ".join(text for text in texts if text)
 
