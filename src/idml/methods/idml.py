@@ -17,10 +17,13 @@ from idml.methods.taught_u import TeachingOptions
 
 @dataclass(frozen=True)
 class IdmlOptions:
-    """Options of the paper's method."""
+    """Options of the paper's method.
+
+    The labels of mixtures are weighted by default, which `idml reproduce default-form` chose. The paper's text has sets.
+    """
 
     metric: MetricOptions = field(default_factory=MetricOptions)
-    mixtures: MixtureOptions = field(default_factory=MixtureOptions)
+    mixtures: MixtureOptions = field(default_factory=lambda: MixtureOptions(labels="weighted"))
     teaching: TeachingOptions = field(default_factory=lambda: TeachingOptions("none"))
 
 

@@ -48,7 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "joint": {"mixing": "joint", "labels": "sets"},
 }
 """How mixtures enter the loss. `sets` is the paper's text, `weighted` ordinary Mixup."""
-CHOSEN_FORM: str | None = None
+CHOSEN_FORM: str | None = "weighted"
 """The form that `idml reproduce default-form` chose by held-out classes; None: not chosen yet."""
 
 
