@@ -218,15 +218,17 @@ def test_a_line_that_sums_up_several_claims_gives_a_range_and_counts(tmp_path):
     built = TABLES["levels"](regimes.Arms("cub", regime))
     progress = {}
     for i, arm in enumerate(built.arms):
-        runs = {} if i == len(built.arms) - 1 else {s: {"auroc_mixed": 0.6 + 0.05 * i + 0.01 * s} for s in (0, 1, 2)}
+        runs = (
+            {} if i == len(built.arms) - 1 else {s: {"auroc_mixed": 0.6 + 0.02 * i * i + 0.01 * s} for s in (0, 1, 2)}
+        )
         progress[arm.key] = ArmProgress(arm, 1e-3, runs, ())
     section = Section("levels", built, TableRuns("cub", progress, None), regime)
     verdicts = [(section, claim, claim.decide(section.found)) for claim in built.claims]
     results = dataclasses.replace(stored_results(tmp_path), sections=[section], verdicts=verdicts)
-    (line,) = [line for line in main_claim_table(results)[1] if line[0].startswith("mixed images")]
+    (line,) = [line for line in main_claim_table(results)[1] if line[0].startswith("IDML teaches")]
     assert line[1:] == [
         "",
-        "AUROC 0.66 to 0.76 (chance: 0.50)",
+        "AUROC +0.02 to +0.10 over a ‖u‖ that nothing teaches",
         "confirmed: 2 of 3; not run yet: 1 of 3",
         "CUB-200-2011 (birds), EfficientNet-Lite0 at 224 pixels, only the heads trained for 12 epochs",
     ]
