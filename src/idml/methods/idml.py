@@ -19,7 +19,7 @@ from idml.methods.taught_u import TeachingOptions
 class IdmlOptions:
     """Options of the paper's method.
 
-    The labels of mixtures are weighted by default, which `idml reproduce default-form` chose. The paper's text has sets.
+    Labels of mixtures are weighted by default, which `idml reproduce default-form` chose; the paper has sets.
     """
 
     metric: MetricOptions = field(default_factory=MetricOptions)
