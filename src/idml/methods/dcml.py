@@ -5,11 +5,13 @@ own (`idml.model.heads.ComposedHead` has the formulas), and each compositor is a
 
     L = Σ_m L(y^m; task m) + w·Σ_m mean_x −log max_k p^m_k(x)        w = 1
 
-The second term is the cross-entropy with the compositor's own choice; it reaches the compositors alone. At test the
-composites are normalised and concatenated.
+The second term is the cross-entropy with the compositor's own choice; it reaches the compositors alone. It soon
+falls to 0, and compositors that all choose the same sub-embedding then stay so: the log has the usage of each. At test
+the composites are normalised and concatenated.
 
 The authors' release does not run, and the tasks of its margin-only row are not known. Our reading of "subtasks":
-composite m sees the images of a random half of the classes, drawn anew in every step.
+composite m sees the images of a random half of the classes, drawn anew in every step. Our choice too: at the start
+compositor m chooses sub-embedding m.
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from idml.methods.base import Task
 from idml.methods.metric_choice import MetricChoice, MetricMethod, margin_options, refuse_proxy_uncertainty
 from idml.methods.options import check_number
 from idml.model.heads import divide, unit_slices
+
+COLLAPSED = 0.95  # share of all choices that one sub-embedding gets
 
 
 def reinforcement(scores: Tensor) -> Tensor:
@@ -112,9 +116,17 @@ class Dcml(MetricMethod):
 
     @torch.no_grad()
     def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
-        """The largest share of images and compositors that choose the same sub-embedding."""
+        """The share of images and compositors that choose each sub-embedding, and the largest of these shares."""
         chosen = self._scores(embeddings).argmax(dim=2).flatten()
-        return {
-            **super().measure(embeddings, batch),
-            "largest_choice": float(chosen.bincount().max()) / len(chosen),
-        }
+        counts = chosen.bincount(minlength=self.options.composites).tolist()
+        shares = {f"choice_{k + 1}": count / len(chosen) for k, count in enumerate(counts)}
+        return {**super().measure(embeddings, batch), **shares, "largest_choice": max(shares.values())}
+
+    def warn(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Whether all compositors choose the same sub-embedding."""
+        tail = rows[-max(1, len(rows) // 4) :]
+        alike = self.options.composites > 1 and bool(tail)
+        if not alike or sum(row["largest_choice"] for row in tail) / len(tail) < COLLAPSED:
+            return super().warn(rows)
+        told = "all compositors choose the same sub-embedding (largest_choice in the log): the composites are alike"
+        return [*super().warn(rows), told]
