@@ -121,6 +121,7 @@ class Diva(MetricMethod):
 
     Options = DivaOptions
     options: DivaOptions
+    rotated_start = True
     keys_of_queue: Tensor
     filled: Tensor
     cursor: Tensor

@@ -75,6 +75,7 @@ class Mic(MetricMethod):
     Options = MicOptions
     options: MicOptions
     plans_batches = True
+    rotated_start = True
     kappa: Tensor
 
     def __init__(self, options: MicOptions, task: Task) -> None:
