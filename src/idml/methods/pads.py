@@ -100,9 +100,7 @@ class PadsOptions:
         if self.validation >= 1:
             raise ValueError(f"validation must be below 1, got {self.validation}")
         if self.policy_steps and not self.validation:
-            raise ValueError(
-                "the policy is rewarded by validation images: validation 0 needs policy_steps 0"
-            )
+            raise ValueError("the policy is rewarded by validation images: validation 0 needs policy_steps 0")
 
 
 class Pads(MetricMethod):
