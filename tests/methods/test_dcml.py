@@ -83,9 +83,12 @@ def test_the_usage_of_sub_embeddings_is_measured_and_a_collapse_is_said():
     row = method.measure(used, batch)
     assert row == {"choice_1": 0.25, "choice_2": 0.0, "choice_3": 0.75, "largest_choice": 0.75}
     alike = {**row, "largest_choice": 1.0}
-    assert method.warn([row] * 8) == method.warn([]) == []
-    assert method.warn([alike] * 6 + [row] * 2) == []
-    assert "all compositors choose the same sub-embedding" in method.warn([row] * 6 + [alike] * 2)[0]
+    even = dict.fromkeys(row, 1 / 3)
+    assert method.warn([even] * 8) == method.warn([]) == method.warn([alike] * 6 + [even] * 2) == []
+    assert "no compositor chooses 1 of the 3 sub-embeddings" in method.warn([even] * 6 + [row] * 2)[0]
+    assert [
+        "all compositors choose the same sub-embedding" in told for told in method.warn([even] * 6 + [alike] * 2)
+    ] == [True]
     assert method_of("dcml", composites=1).warn([alike]) == []
 
 

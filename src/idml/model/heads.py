@@ -170,7 +170,7 @@ class ComposedHead(nn.Module):
 
     Our choice, the paper has none: W starts at 0 and w at 3·I, so p^m_m starts at e³/(e³ + K − 1), 0.87 for K = 4, and
     each composite begins as its own sub-embedding. With random W all p start near 1/K: the composites begin as means of
-    different directions, all alike, and the compositors soon choose the same sub-embedding.
+    different directions, all alike, and compositors soon choose the same sub-embedding as others.
     """
 
     def __init__(self, width: int, dim: int, composites: int) -> None:
