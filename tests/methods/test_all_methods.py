@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from idml.methods import METHODS, find_method
+from idml.methods.adversary import Decorrelation
+from idml.methods.nir import NirOptions
 from idml.methods.options import flatten_options, list_options
 from idml.model import load_model
+from idml.training import loop
 from idml.training.build import build, set_modes
 from idml.training.config import TrainConfig, from_dict, to_dict
 from idml.training.distributed import Processes
@@ -20,6 +23,7 @@ from method_cases import CASES, COMPARATORS, FROZEN, TAUGHT, case
 
 METHODS_PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
 MIXING = ("mixup", "idml", "pel-mixup")
+RESOLVED = {"nir_weight": NirOptions().energy_weight, "align_weight": NirOptions().proxy_weight}
 
 
 def log_rows(run):
@@ -37,6 +41,25 @@ def test_a_frozen_run_killed_and_resumed_is_bit_identical(options, bit_identical
     frozen = {"trunk": "tf_efficientnet_lite0", "pretrained": True, "image_size": 32, "train": "heads", "crops": 2}
     step = 3 if method == "pads" else 5  # without its validation images an epoch is shorter
     bit_identical_after_a_kill({**options, **frozen, **case(method), "epochs": 2}, step=step)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_that_an_adversary_reads_start_at_rotated_components(options, monkeypatch, tmp_path, method):
+    asked = {"trunk": "tf_efficientnet_lite0", "pretrained": True, "image_size": 32, "seed": 7, **case(method)}
+    config = from_dict({**options, **asked, "out": str(tmp_path)})
+    _, built = build(config, torch.arange(24) % 4, 4)
+    given = []
+
+    def start(model, features, **rotation):
+        given.append(rotation)
+        raise InterruptedError
+
+    monkeypatch.setattr(loop, "start_at_principal_components", start)
+    with pytest.raises(InterruptedError):
+        train(config)
+    read = any(isinstance(module, Decorrelation) for module in built.modules())
+    assert read is (method in ("mic", "diva"))
+    assert given == [{"rotation_seed": 7 if read else None}]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -180,7 +203,8 @@ def test_the_page_of_methods_has_every_option_with_its_default(method):
         flag = option.name.replace("_", "-")
         if option.name not in shared:
             default = re.search(rf"^\| `--(?:no-)?{flag}(?: \w+)?`.* \| (.+?) \| ", section, re.MULTILINE)[1]
-            known = option.default if option.type is str or isinstance(option.default, str) else float(option.default)
+            stands_for = RESOLVED.get(option.name, option.default)  # where the default depends on another option
+            known = stands_for if option.type is str or isinstance(stands_for, str) else float(stands_for)
             assert isinstance(option.default, bool) or type(known)(default.strip("`")) == known, flag
     assert "\n## Cost\n" in METHODS_PAGE
 

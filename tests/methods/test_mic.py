@@ -103,3 +103,10 @@ def test_noise_gives_some_images_the_cluster_of_another():
     noisy = method._noisy(kappa, seed=1)
     assert float((noisy != kappa).double().mean()) == pytest.approx(0.5 * 0.75, abs=0.05)
     assert torch.equal(noisy, method._noisy(kappa, seed=1))
+
+
+@pytest.mark.parametrize("share", [3.0, 1.01, -0.1])
+def test_the_noise_is_a_share(share):
+    with pytest.raises(ValueError, match="cluster_noise must be"):
+        mic(cluster_noise=share)
+    assert mic(cluster_noise=1.0).options.cluster_noise == 1

@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+import yaml
 from FrEIA.modules import GLOWCouplingBlock
 from method_batches import batch_of, gradients_of, method_of
 
 from idml import Embeddings, LabelSets
-from idml.methods.nir import ConditionalFlow, Coupling, bounded_exp, energies
+from idml.methods.nir import ConditionalFlow, Coupling, NirOptions, bounded_exp, energies
+from idml.training.config import from_dict, from_stored, to_dict
+from idml.training.refit import read_config
 
 
 def wide(module, gain=1.3):
@@ -107,3 +110,35 @@ def test_the_exponential_neither_overflows_nor_loses_its_gradient():
 def test_a_loss_without_proxies_is_refused():
     with pytest.raises(ValueError, match="method nir regularises losses with proxies: contrastive has none"):
         method_of("nir", loss="contrastive")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"align_weight": 0.3}, "align_weight belongs to nir_form exponential: nir_form energy does not use it"),
+        ({"nir_form": "exponential", "nir_weight": 0.1}, "nir_weight belongs to nir_form energy"),
+        ({"nir_weight": -1.0}, "nir_weight must be a number of at least 0"),
+        ({"nir_form": "exponential", "align_weight": "x"}, "align_weight must be a number of at least 0"),
+    ],
+)
+def test_a_weight_that_the_form_does_not_use_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        method_of("nir", loss="proxy_anchor", **options)
+
+
+def test_the_default_weights():
+    assert (NirOptions().energy_weight, NirOptions().proxy_weight) == (0.1, 0.0075)
+    assert NirOptions(nir_weight=0.0).energy_weight == 0
+    assert NirOptions(nir_form="exponential", align_weight=0.3).proxy_weight == 0.3
+
+
+@pytest.mark.parametrize(("form", "weight"), [("energy", "nir_weight"), ("exponential", "align_weight")])
+def test_what_a_run_of_version_0_1_wrote_can_be_read(form, weight, tmp_path):
+    wrote = {"data": "glyphs", "out": "-", "method": "nir", "loss": "proxy_anchor", "nir_form": form}
+    wrote |= {"nir_weight": 0.2, "align_weight": 0.3, "train": "heads"}
+    options = from_stored(wrote).method_options
+    assert options == NirOptions(nir_form=form, **{weight: wrote[weight]})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(wrote))
+    assert read_config(tmp_path).method_options == options
+    config = from_dict({key: value for key, value in wrote.items() if key in ("data", "out", "method", "loss")})
+    assert from_stored(to_dict(config)) == config

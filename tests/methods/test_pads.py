@@ -151,3 +151,9 @@ def test_validation_images_are_left_out_of_training():
 def test_another_loss_is_refused():
     with pytest.raises(ValueError, match="method pads draws the negatives of the margin loss, not of contrastive"):
         method_of("pads", loss="contrastive")
+
+
+def test_a_policy_needs_validation_images():
+    with pytest.raises(ValueError, match="rewarded by validation images: validation 0 needs policy_steps 0"):
+        pads(validation=0.0)
+    assert not pads(validation=0.0, policy_steps=0).validation.any()

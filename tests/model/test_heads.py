@@ -59,6 +59,40 @@ def test_slices_start_at_components_in_turn():
     torch.testing.assert_close(s.mean(dim=0), torch.zeros(8), rtol=0, atol=1e-4)
 
 
+def test_a_rotated_start_keeps_the_distances_in_a_slice_and_spreads_its_variance():
+    features = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)) * torch.linspace(2, 0, 256) ** 6
+    found = {}
+    for seed in (None, 0, 0, 1):
+        model = build_model(
+            "conv4", embedding_dim=64, image_size=16, head="slices", slices=("a", "b"), training_slices=("more",)
+        )
+        start_at_principal_components(model, features, rotation_seed=seed)
+        if seed in found:
+            assert all(
+                torch.equal(x, found[seed].semantic.state_dict()[n]) for n, x in model.semantic.state_dict().items()
+            )
+        found[seed] = model.eval()
+    plain, turned, other = (found[seed].outputs(features).semantic.detach().split(32, dim=1) for seed in (None, 0, 1))
+    for before, after, another in zip(plain, turned, other, strict=True):
+        torch.testing.assert_close(torch.pdist(after), torch.pdist(before), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(after.mean(dim=0), torch.zeros(32), rtol=0, atol=1e-3)
+        energy = [x.square().mean(dim=0) for x in (before, after)]
+        first, spread = (float(e[:8].sum() / e.sum()) for e in energy)
+        assert first > 0.4 > 0.32 > spread > 0.18  # 8 of 32 columns
+        assert not torch.allclose(after, another, atol=1.0)
+    rotations = [x.T @ y for x, y in zip(plain, turned, strict=True)]
+    assert not torch.allclose(rotations[0], rotations[1], rtol=0.5)  # each slice has its own
+
+
+def test_a_rotated_start_of_more_dimensions_than_the_features_have():
+    features, pairs = torch.randn(60, 256), []
+    for seed in (None, 3):
+        model = build_model("conv4", embedding_dim=300, image_size=16).eval()
+        start_at_principal_components(model, features, rotation_seed=seed)
+        pairs.append(torch.pdist(model.embed_features(features).semantic))
+    torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-3)
+
+
 def test_a_slice_without_length_is_zero():
     assert unit_slices(torch.tensor([[0.0, 0.0, 0.0, 5.0]]), 2).tolist() == [[0.0, 0.0, 0.0, 1.0]]
 

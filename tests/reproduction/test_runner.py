@@ -131,6 +131,17 @@ def test_a_row_has_what_intervals_and_verdicts_need(patterns, small, tmp_path):
     assert fresh.read(cell) == found
 
 
+def test_a_row_has_how_much_the_parts_of_a_head_are_used(patterns, small, tmp_path):
+    dataset = load_dataset(patterns)
+    store = open_store(tmp_path / "out", patterns, small, dataset, quiet)
+    for loss, method, figure in (("margin_dw", "dcml", "largest_choice"), ("proxy_anchor", "drml", "largest_node")):
+        cell = store.cell(loss, {"method": method}, 1e-3, 0)
+        store.make(cell, dataset, quiet, Measures())
+        found = store.read(cell)
+        assert 0.25 <= found[figure] <= 1
+        assert len(found["trend"][figure]) == 1
+
+
 def test_the_commit_is_that_of_the_checkout():
     root = Path(__file__).parents[2]
     head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)

@@ -7,6 +7,10 @@ gradient of both embeddings is reversed, so they lower what g raises:
 
 (MIC writes 1/d instead of the factor d. The squares of unit vectors shrink with d², so with the factor d the same
 weight suits every size: MIC's γ = 2500 at 128 dimensions is the weight 2500/128² = 0.15.)
+
+L_adv compares column by column, so it depends on the basis of the embeddings. At principal components most of their
+length lies in the first columns, and L_adv would remove what varies most. So the methods with this term start at
+rotated ones (`Method.rotated_start`), whose columns are all alike.
 """
 
 from typing import Any

@@ -88,6 +88,8 @@ class Method(nn.Module):
     plans_batches: ClassVar[bool] = False
     """Whether `plan` depends on the method's state. Its frozen features are then kept for each image, without
     mixtures."""
+    rotated_start: ClassVar[bool] = False
+    """Whether the parts of the head start at rotated principal components, for a loss that depends on the basis."""
     embed: Callable[[], tuple[Tensor, Embeddings]] | None = None
     """What `start_epoch` gets, at any time of a training run; None outside of one."""
 

@@ -5,11 +5,13 @@ own (`idml.model.heads.ComposedHead` has the formulas), and each compositor is a
 
     L = Σ_m L(y^m; task m) + w·Σ_m mean_x −log max_k p^m_k(x)        w = 1
 
-The second term is the cross-entropy with the compositor's own choice; it reaches the compositors alone. At test the
+The second term is the cross-entropy with the compositor's own choice; it reaches the compositors alone. It soon
+falls to 0, and compositors that choose the same sub-embedding then stay so: the log has the usage of each. At test the
 composites are normalised and concatenated.
 
 The authors' release does not run, and the tasks of its margin-only row are not known. Our reading of "subtasks":
-composite m sees the images of a random half of the classes, drawn anew in every step.
+composite m sees the images of a random half of the classes, drawn anew in every step. Our choice too: at the start
+compositor m chooses sub-embedding m.
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from idml.methods.base import Task
 from idml.methods.metric_choice import MetricChoice, MetricMethod, margin_options, refuse_proxy_uncertainty
 from idml.methods.options import check_number
 from idml.model.heads import divide, unit_slices
+
+COLLAPSED, UNUSED = 0.95, 0.01  # shares of all choices that one sub-embedding gets
 
 
 def reinforcement(scores: Tensor) -> Tensor:
@@ -112,9 +116,22 @@ class Dcml(MetricMethod):
 
     @torch.no_grad()
     def measure(self, embeddings: Embeddings, batch: Batch) -> dict[str, float]:
-        """The largest share of images and compositors that choose the same sub-embedding."""
+        """The share of images and compositors that choose each sub-embedding, and the largest of these shares."""
         chosen = self._scores(embeddings).argmax(dim=2).flatten()
-        return {
-            **super().measure(embeddings, batch),
-            "largest_choice": float(chosen.bincount().max()) / len(chosen),
-        }
+        counts = chosen.bincount(minlength=self.options.composites).tolist()
+        shares = {f"choice_{k + 1}": count / len(chosen) for k, count in enumerate(counts)}
+        return {**super().measure(embeddings, batch), **shares, "largest_choice": max(shares.values())}
+
+    def warn(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Whether all compositors choose the same sub-embedding, or none chooses some of them."""
+        count, tail = self.options.composites, rows[-max(1, len(rows) // 4) :]
+        told = super().warn(rows)
+        if count == 1 or not tail:
+            return told
+        if sum(row["largest_choice"] for row in tail) / len(tail) >= COLLAPSED:
+            return [*told, "all compositors choose the same sub-embedding (largest_choice in the log): one is in use"]
+        shares = [sum(row[f"choice_{k + 1}"] for row in tail) / len(tail) for k in range(count)]
+        unused = sum(share < UNUSED for share in shares)
+        if unused:
+            told = [*told, f"no compositor chooses {unused} of the {count} sub-embeddings (choice_1 … in the log)"]
+        return told

@@ -108,12 +108,11 @@ class DivaOptions:
     choice: MetricChoice = field(default_factory=MetricChoice)
 
     def __post_init__(self) -> None:
-        for name in ("task_weight", "diva_adversary", "key_momentum"):
+        for name in ("task_weight", "diva_adversary"):
             check_number(name, getattr(self, name), at_least=0)
+        check_number("key_momentum", self.key_momentum, at_least=0, at_most=1)
         check_number("temperature", self.temperature, above=0)
         check_number("queue", self.queue, at_least=1, whole=True)
-        if self.key_momentum > 1:
-            raise ValueError(f"key_momentum must be at most 1, got {self.key_momentum}")
 
 
 class Diva(MetricMethod):
@@ -121,6 +120,7 @@ class Diva(MetricMethod):
 
     Options = DivaOptions
     options: DivaOptions
+    rotated_start = True
     keys_of_queue: Tensor
     filled: Tensor
     cursor: Tensor

@@ -65,8 +65,9 @@ class MicOptions:
         for name in ("clusters", "per_cluster"):
             check_number(name, getattr(self, name), at_least=2, whole=True)
         check_number("recluster_epochs", self.recluster_epochs, at_least=1, whole=True)
-        for name in ("cluster_weight", "cluster_noise", "adversary_weight"):
+        for name in ("cluster_weight", "adversary_weight"):
             check_number(name, getattr(self, name), at_least=0)
+        check_number("cluster_noise", self.cluster_noise, at_least=0, at_most=1)
 
 
 class Mic(MetricMethod):
@@ -75,6 +76,7 @@ class Mic(MetricMethod):
     Options = MicOptions
     options: MicOptions
     plans_batches = True
+    rotated_start = True
     kappa: Tensor
 
     def __init__(self, options: MicOptions, task: Task) -> None:

@@ -132,19 +132,34 @@ class NirOptions:
 
     nir_form: Literal["energy", "exponential"] = "energy"
     """energy: L_proxy + (ω/d)·mean E, the paper's text; exponential: mean e^E + ω_p·L_proxy, the authors' release."""
-    nir_weight: float = 0.1
-    """With nir_form energy: the weight ω of the energy per dimension; 0 is plain training."""
-    align_weight: float = 0.0075
-    """With nir_form exponential: the weight ω_p of the proxy loss (release: 0.0075 CUB, 0.01 Cars, 0.3 SOP)."""
+    nir_weight: float | None = None
+    """With nir_form energy alone: the weight ω of the energy per dimension, by default 0.1; 0 is plain training."""
+    align_weight: float | None = None
+    """With nir_form exponential alone: the weight ω_p of the proxy loss, by default 0.0075 (release: 0.0075 CUB, 0.01
+    Cars, 0.3 SOP)."""
     flow_lr: float = 5.0
     """Learning rate of the flow, in units of lr."""
     choice: MetricChoice = field(default_factory=MetricChoice)
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_number("nir_weight", self.nir_weight, at_least=0)
-        check_number("align_weight", self.align_weight, at_least=0)
+        for name, form in (("nir_weight", "energy"), ("align_weight", "exponential")):
+            value = getattr(self, name)
+            if value is not None:
+                check_number(name, value, at_least=0)
+                if self.nir_form != form:
+                    raise ValueError(f"{name} belongs to nir_form {form}: nir_form {self.nir_form} does not use it")
         check_number("flow_lr", self.flow_lr, above=0)
+
+    @property
+    def energy_weight(self) -> float:
+        """The weight ω of the energy per dimension."""
+        return 0.1 if self.nir_weight is None else self.nir_weight
+
+    @property
+    def proxy_weight(self) -> float:
+        """The weight ω_p of the proxy loss."""
+        return 0.0075 if self.align_weight is None else self.align_weight
 
 
 class Nir(MetricMethod):
@@ -180,5 +195,5 @@ class Nir(MetricMethod):
         energy = energies(self.flow, embeddings.unit, batch.labels, centres)
         taught = self.teach(embeddings, batch, len(numbers))
         if self.options.nir_form == "exponential":
-            return {"pairs": self.options.align_weight * pairs, "nir": bounded_exp(energy).mean(), **taught}
-        return {"pairs": pairs, "nir": self.options.nir_weight / self.task.embedding_dim * energy.mean(), **taught}
+            return {"pairs": self.options.proxy_weight * pairs, "nir": bounded_exp(energy).mean(), **taught}
+        return {"pairs": pairs, "nir": self.options.energy_weight / self.task.embedding_dim * energy.mean(), **taught}

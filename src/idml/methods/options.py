@@ -114,7 +114,13 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_number(
-    name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf, whole: bool = False
+    name: str,
+    value: object,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    whole: bool = False,
 ) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number within the limits."""
     sound = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
@@ -122,3 +128,5 @@ def check_number(
         what = "a whole number" if whole else "a number"
         limit = f" of at least {at_least:g}" if at_least > -math.inf else f" above {above:g}"
         raise ValueError(f"{name} must be {what}{limit}, got {value!r}")
+    if isinstance(value, int | float) and value > at_most:
+        raise ValueError(f"{name} must be at most {at_most:g}, got {value!r}")

@@ -87,7 +87,7 @@ class PadsOptions:
     policy_reward: Literal["recall", "both"] = "recall"
     """What is rewarded: a rise of R@1 (CUB), or of the mean of R@1 and NMI."""
     validation: float = 0.15
-    """Share of each training class that the policy is rewarded by."""
+    """Share of each training class that the policy is rewarded by, at least two images of it."""
     whole_batch: bool = True
     """Whether a positive can be drawn as a negative, as the authors do."""
     choice: MetricChoice = field(default_factory=MetricChoice)
@@ -99,6 +99,8 @@ class PadsOptions:
         check_number("validation", self.validation, at_least=0)
         if self.validation >= 1:
             raise ValueError(f"validation must be below 1, got {self.validation}")
+        if self.policy_steps and not self.validation:
+            raise ValueError("the policy is rewarded by validation images: validation 0 needs policy_steps 0")
 
 
 class Pads(MetricMethod):

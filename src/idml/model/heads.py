@@ -164,9 +164,13 @@ class RelationHead(nn.Module):
 class ComposedHead(nn.Module):
     """The head of DCML (Zheng et al., CVPR 2021): M compositors mix K sub-embeddings into M composites.
 
-        e_k = E_k·h          p^m = softmax(W_m·[e₁ … e_K]) from constant e          y^m = Σ_k p^m_k·e_k
+        e_k = E_k·h       p^m = softmax(W_m·[e₁ … e_K] + w_m) from constant e       y^m = Σ_k p^m_k·e_k       K = M
 
-    At test each composite is normalised. In training the compositors' scores W_m·e follow them: [n, dim + M·K].
+    At test each composite is normalised. In training the compositors' scores W_m·e + w_m follow them: [n, dim + M·K].
+
+    The start is our choice: W starts at 0 and w at 3·I, so p^m_m starts at e³/(e³ + K − 1), 0.87 for K = 4, and
+    each composite begins as its own sub-embedding. With random W all p start near 1/K: the composites begin as means of
+    different directions, all alike, and compositors soon choose the same sub-embedding as others.
     """
 
     def __init__(self, width: int, dim: int, composites: int) -> None:
@@ -174,6 +178,9 @@ class ComposedHead(nn.Module):
         self.count, self.size = composites, divide(dim, composites, "embedding_dim")
         self.linear = nn.Linear(width, dim)
         self.compositors = nn.Linear(dim, composites * composites)
+        with torch.no_grad():
+            self.compositors.weight.zero_()
+            self.compositors.bias.copy_(3.0 * torch.eye(composites).flatten())
 
     def outputs(self, features: Tensor) -> Tensor:
         """The composites, not normalised, and the scores of the compositors [n, dim + M·K]."""

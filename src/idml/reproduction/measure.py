@@ -24,6 +24,7 @@ from idml.training.distributed import Processes
 
 _QUANTILES = 20  # of ‖u‖, for the drawing of its levels
 _LAST = 20  # steps whose mean is the state at the end of training
+_USAGE = ("largest_choice", "largest_node")  # near 1, dcml and drml use one of their parts alone
 
 
 def measure_run(config: TrainConfig, run: Path, dataset: Dataset, clean: Embeddings, _: object) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _levels(level: Tensor) -> list[float]:
 
 
 def _course(config: TrainConfig, run: Path) -> dict[str, Any]:
-    """The course of training: images seen, the time of its steps, u at its end, and means over each epoch."""
+    """The course of training: images seen, the time of its steps, u and the head at its end, means over each epoch."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     images = config.batch_size + config.added_images
@@ -114,13 +115,13 @@ def _course(config: TrainConfig, run: Path) -> dict[str, Any]:
         "images_seen": len(steps) * images,
         "training_seconds": round(sum(images / row["images/s"] for row in steps), 1),
     }
-    for key in ("level_clean", "level_mixed", "level_spread", "weight", "weight_mixed"):
+    for key in ("level_clean", "level_mixed", "level_spread", "weight", "weight_mixed", *_USAGE):
         if key in steps[-1]:
             found[key] = sum(row[key] for row in steps[-_LAST:]) / len(steps[-_LAST:])
     trend: dict[str, list[float]] = {}
     for epoch in sorted({row["epoch"] for row in steps}):
         own = [row for row in steps if row["epoch"] == epoch]
-        for key in ("loss", "level_clean", "level_mixed", "weight"):
+        for key in ("loss", "level_clean", "level_mixed", "weight", *_USAGE):
             if key in own[0]:
                 trend.setdefault(key, []).append(round(sum(row[key] for row in own) / len(own), 5))
     held_out = [round(row["held_out_map@r"], 5) for row in rows if "held_out_map@r" in row]

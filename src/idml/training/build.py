@@ -94,15 +94,18 @@ def start_at_random(model: Model, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def start_at_principal_components(model: Model, features: Tensor) -> None:
+def start_at_principal_components(model: Model, features: Tensor, *, rotation_seed: int | None = None) -> None:
     """Start the semantic head at s = W(f − f̄), the rows of W the directions in which the features [n, width] vary most.
 
     A random head would lose most of what a pretrained trunk knows. With more dimensions than the features have, the
     rest of s starts at 0. Slices that read the same features share the directions; slices that read a part of them
     start at the directions of that part.
+
+    With a ``rotation_seed`` each slice is multiplied by a random orthogonal matrix of its own: distances within a slice
+    stay the same, and its variance is spread over all its columns.
     """
     directions: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
-    for block in model.semantic.start_blocks():
+    for number, block in enumerate(model.semantic.start_blocks()):
         place = block.columns.start, block.columns.stop
         if place not in directions:
             x = features[:, block.columns].cpu().double()
@@ -112,6 +115,9 @@ def start_at_principal_components(model: Model, features: Tensor) -> None:
             directions[place] = rows * largest.sign(), mean  # a direction has no sign of its own
         rows, mean = directions[place]
         rows = rows[block.first :: block.step][: len(block.weight)]
+        if rotation_seed is not None:
+            rotation = _random_rotation(len(block.weight), random_stream("rotated start", rotation_seed, number))
+            rows = rotation[:, : len(rows)] @ rows
         block.weight.zero_()
         block.bias.zero_()
         block.weight[: len(rows)] = rows.to(block.weight)
@@ -126,6 +132,13 @@ def _principal_directions(x: Tensor) -> Tensor:
     except RuntimeError:  # not found, on some CPUs, where a few images span less than the features' width
         rows = torch.linalg.svd(x)[2]
     return rows
+
+
+def _random_rotation(size: int, generator: torch.Generator) -> Tensor:
+    """A random orthogonal matrix, all of them equally likely."""
+    q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))
+    rotation: Tensor = q * r.diagonal().sign()
+    return rotation
 
 
 # ---- what learns, and how fast ----

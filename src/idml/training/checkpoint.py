@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from idml.files import lock_file, write_atomic
 from idml.model import Model
 from idml.progress import Note, silent
-from idml.training.config import TrainConfig, from_dict, list_differences, to_dict
+from idml.training.config import TrainConfig, from_stored, list_differences, to_dict
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def load_checkpoint(
         raise ValueError(f"{path} is not a sound checkpoint ({str(error).splitlines()[0]})") from None
     another_version = f"{path} was written by another version of idml: train into a new directory"
     try:
-        before = from_dict(options)
+        before = from_stored(options)
     except ValueError as error:
         raise ValueError(f"{another_version} ({error})") from None
     changed = list_differences(before, config)

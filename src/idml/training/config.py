@@ -258,6 +258,17 @@ def from_dict(values: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(**{key: values[key] for key in values if key in _COMMON}, method_options=chosen)
 
 
+def from_stored(values: Mapping[str, Any]) -> TrainConfig:
+    """The configuration that a run wrote. Those of version 0.1 also name the weight of nir that its form ignores.
+
+    >>> from_stored({"data": "glyphs", "out": "run", "method": "nir", "loss": "proxy_anchor", "nir_form": "energy",
+    ...     "nir_weight": 0.2, "align_weight": 0.0075}).method_options.align_weight is None
+    True
+    """
+    ignored = {"energy": "align_weight", "exponential": "nir_weight"}.get(str(values.get("nir_form")))
+    return from_dict({key: value for key, value in values.items() if key != ignored})
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the options in a YAML file."""
     import yaml

@@ -68,8 +68,8 @@ class TrainOptions(TypedDict, total=False):
     samples: int
     kl_weight: float
     nir_form: Literal["energy", "exponential"]
-    nir_weight: float
-    align_weight: float
+    nir_weight: float | None
+    align_weight: float | None
     flow_lr: float
     introspective: bool
     members: int

@@ -174,7 +174,8 @@ def train(
         if resume and last.exists():
             progress = load_checkpoint(last, model, method, optimizer, config, fingerprint, digest)
         elif config.pca and config.starts_from_weights:
-            start_at_principal_components(model, stream.features(model))
+            turned = config.seed if method.rotated_start else None
+            start_at_principal_components(model, stream.features(model), rotation_seed=turned)
         processes.broadcast(model, method)
         log = None
         if processes.first:

@@ -23,7 +23,7 @@ from idml.embeddings import Embeddings
 from idml.model import load_model
 from idml.model.feature_cache import load_features
 from idml.progress import Progress, image_counter, silent
-from idml.training.config import TrainConfig, fit_batch_size, from_dict
+from idml.training.config import TrainConfig, fit_batch_size, from_stored
 from idml.training.loop import train
 
 
@@ -69,7 +69,7 @@ def read_config(model: Path) -> TrainConfig:
     if not path.is_file():
         raise ValueError(f"there is no {path}: index again with --model RUN, or calibrate with --queries")
     options = yaml.safe_load(path.read_text())
-    config = from_dict({**options, "out": "unused"})
+    config = from_stored({**options, "out": "unused"})
     if config.train != "heads":
         raise ValueError("only the heads of a run with a frozen trunk can be trained again")
     return config
