@@ -138,7 +138,7 @@ class Service:
 
         def keep(image: Image) -> Feedback:
             query = gallery.embedder.embed([image])
-            results = gallery.search_embeddings(query, 1)[0].results
+            results = gallery.search_embeddings(query, 1, counted=False)[0].results
             found = results[0].label if results else None
             try:
                 return add_feedback(
@@ -246,9 +246,13 @@ class Service:
                 raise error if error.status == 503 else ApiError(404, UNREADABLE) from None
 
     def info(self) -> GalleryInfo:
-        """Describe the gallery; call it in a thread. Position maps come without a change of the gallery."""
+        """Describe the gallery; call it in a thread.
+
+        Position maps come without a change of the gallery, and the latest queries may make promises void.
+        """
         info = self._cached("info", lambda: GalleryInfo.of(self.gallery))
-        return info.model_copy(update={"rerankers": available_rerankers(self.gallery)})
+        fresh = {"rerankers": available_rerankers(self.gallery), "drift": self.gallery.status().drift}
+        return info.model_copy(update=fresh)
 
     def listing(self) -> "Listing":
         """Return the sorted items; call it in a thread."""
