@@ -174,6 +174,31 @@ class TestAnswers:
             rested(page)
             expect(page.locator("body")).not_to_contain_text("romised")
 
+    def test_the_latest_answer_decides_what_is_called_promised(self, service, visit, expect):
+        page = visit(service.url)
+        promise, slider = page.locator("#promise"), page.get_by_label("Wrong matches I accept")
+        expect(promise).to_contain_text("Promised, with 90 % confidence")
+        service.void = "about 80 % of the latest 40 queries show nothing of it: nothing is promised (see idml calibrate)"
+        words = "No error rate holds here now: about 80 % of the latest 40 queries show nothing of it."
+        ask(page)
+        expect(promise).to_contain_text(words)
+        expect(page.locator("#open-set")).to_be_hidden()
+        expect(page.get_by_text("80 % of the latest")).to_have_count(1)
+        for place in range(6):
+            slider.fill(str(place))
+            rested(page)
+            expect(page.locator("body")).not_to_contain_text("romised")
+        service.void = ""
+        slider.fill("0")  # cannot be promised, so its answer says nothing about other rates
+        rested(page)
+        expect(promise).to_contain_text(words)
+        slider.fill("2")
+        rested(page)
+        expect(promise).to_contain_text("Promised, with 90 % confidence")
+        service.void = "no line about it"
+        page.locator("#found a.more").first.click()
+        expect(promise).to_contain_text("No error rate holds here now: the latest answer came without one.")
+
     def test_uncertainty_is_shown_only_where_it_says_something(self, service, visit, expect):
         page = visit(service.url)
         for speaks in (True, False):

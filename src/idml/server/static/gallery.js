@@ -41,6 +41,14 @@ export const uncertaintyCounts = () => gallery.level_speaks === true;
 /** A line of the service about what no longer holds, without the word for what does. */
 export const withoutPromise = (words) => words.replace(/(:|, so)? nothing is promised.*$/, "");
 
+/** Take over from a reply in the usual order, asked with an error rate, whether promises hold: it is the latest news. */
+export function followReply({ promised, notes }, wished) {
+  if (!gallery.promises.find(({ max_error }) => max_error === wished)?.possible) return; // it says nothing about others
+  const why = notes.find((note) => withoutPromise(note) !== note);
+  gallery.drift = promised ? "" : why || gallery.drift || "the latest answer came without one";
+  showPromise();
+}
+
 /** The chosen re-ranker; null if there is none, or if the results keep their order. */
 export const reranker = () => (!at("rerank-choice").hidden && at("rerank").checked ? gallery.rerankers[0] : null);
 
