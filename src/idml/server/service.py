@@ -131,8 +131,8 @@ class Service:
                 added = await self._run(self._worker, self._change_gallery, lambda: self.gallery.add([upload]))
         return upload.id, added.new == 1
 
-    async def judge(self, data: bytes, right: bool, label: str | None) -> Feedback:
-        """Keep a judgement about the first result for an uploaded image."""
+    async def judge(self, data: bytes, right: bool, label: str | None, result: str | None = None) -> Feedback:
+        """Keep a judgement about the first result for an uploaded image; refuse it if that is not ``result`` any more."""
         self.check_writable()
         gallery = self.gallery
 
@@ -140,6 +140,8 @@ class Service:
             query = gallery.embedder.embed([image])
             results = gallery.search_embeddings(query, 1, counted=False)[0].results
             found = results[0].label if results else None
+            if result is not None and (not results or results[0].id != result):
+                raise ApiError(409, "another result is the first one now: search again")
             try:
                 return add_feedback(
                     gallery.location,

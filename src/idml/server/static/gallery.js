@@ -5,10 +5,17 @@ import { json } from "./api.js";
 const USUAL = 0.05; // the default error rate of the service; the page never chooses a higher one by itself
 export const gallery = { calibrated: false, writable: false, promises: [] };
 
-/** Read the state again and show it in the header and at the slider. */
+let asked = 0; // how often the state was asked for
+let shown = 0; // which of these requests is shown
+
+/** Read the state again and show it in the header and at the slider, unless the answer to a later request is there. */
 export async function readGallery() {
+  const mine = ++asked;
+  const state = await json("api/gallery");
+  if (mine < shown) return;
+  shown = mine;
   const before = maxError();
-  Object.assign(gallery, await json("api/gallery"));
+  Object.assign(gallery, state);
   const parts = [
     count(gallery.items, "image"),
     gallery.labelled === 0 ? "no labels" : gallery.labelled < gallery.items ? `${gallery.labelled.toLocaleString("en")} labelled` : "",
