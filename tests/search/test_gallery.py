@@ -104,10 +104,28 @@ def test_a_profile_is_recomputed_after_one_percent_of_changes(shop):
     first = gallery._statistics.profile
     gallery.add_embedded(as_items([1] * 5, first=7000), cloud(1, 5, seed=4)[0])
     gallery.relabel({item.id: "other" for item in as_items(labels.tolist())})
-    assert gallery._statistics.profile is first
+    assert gallery._statistics.profile.nearest is first.nearest
+    assert gallery._statistics.profile.size == len(stored) + 5  # the size is counted after each change
     gallery.add_embedded(as_items([1] * 3, first=8000), cloud(1, 3, seed=4)[0])
-    assert gallery._statistics.profile is not first
+    assert gallery._statistics.profile.nearest is not first.nearest
     assert gallery._statistics.profile.size == len(stored) + 8
+    gallery.remove([item.id for item in as_items([1] * 8, first=7000)][:5])
+    gallery.remove([item.id for item in as_items(labels.tolist())][:4])
+    assert gallery._statistics.profile.size == len(gallery) == len(stored) - 1
+    assert len(gallery._statistics.profile.nearest) == len(stored) - 1  # no more than there are items
+
+
+def test_a_gallery_that_was_opened_long_ago_counts_as_one_that_is_opened_now(shop):
+    gallery, stored, _, queries, _ = shop
+    gallery.add_embedded(as_items([3] * 120, first=9000), cloud(1, 120, noise=0.9, seed=0)[0])
+    assert gallery.status().drift == ""  # 20 % larger
+    gallery.add_embedded(as_items([3] * 4, first=9500), cloud(1, 4, noise=0.9, seed=1)[0])  # below one per cent
+    told = "the gallery is 21 % larger than at calibration"
+    assert gallery.status().drift.startswith(told)
+    (reply,) = gallery.search_embeddings(queries[:1], targets=RiskTargets(max_error=0.2))
+    assert (reply.answer.promised, reply.notes) == (False, (gallery.status().drift,))
+    with Gallery.open(gallery.location) as fresh:
+        assert fresh.status().drift == gallery.status().drift
 
 
 def test_status_and_promises(shop, world):

@@ -59,7 +59,7 @@ __all__ = [
 
 _SEARCH_ATTEMPTS = 5  # searches of a gallery that changes during the search
 _LATEST = 200  # queries whose answers show how many are unknown
-_PROFILE_STALE = 0.01  # recompute a profile after more than this share of the items changed
+_PROFILE_STALE = 0.01  # recompute the distances of a profile after more than this share of the items changed
 
 Location = str | Path
 
@@ -652,7 +652,8 @@ class Counts(NamedTuple):
 class _Statistics:
     """Counts and distance profile of a gallery: read once from all items, then updated with each tracked change.
 
-    The profile equals `Profile.of`, but comes from engine searches, so not all vectors have to be read.
+    The profile equals `Profile.of`, but comes from engine searches, so not all vectors have to be read. Its distances may
+    be older by a few changes, its size is always the present one.
     """
 
     def __init__(self, engine: Engine, write_lock: threading.RLock) -> None:
@@ -719,9 +720,12 @@ class _Statistics:
             items = self.counts.items
             if items < 2:
                 return None
-            if self._profile is None or self._changes > _PROFILE_STALE * items:
+            found = self._profile
+            if found is None or self._changes > _PROFILE_STALE * items or len(found.nearest) > items:
                 ids = self._ids or [item.id for item in self._engine.items()]
                 self._profile, self._ids, self._changes = _measure_profile(self._engine, ids), None, 0
+            elif found.size != items:
+                self._profile = replace(found, size=items)
             return self._profile
 
 
