@@ -116,7 +116,7 @@ def test_a_profile_is_recomputed_after_one_percent_of_changes(shop):
 
 
 def test_a_gallery_that_was_opened_long_ago_counts_as_one_that_is_opened_now(shop):
-    gallery, stored, _, queries, _ = shop
+    gallery, _, _, queries, _ = shop
     gallery.add_embedded(as_items([3] * 120, first=9000), cloud(1, 120, noise=0.9, seed=0)[0])
     assert gallery.status().drift == ""  # 20 % larger
     gallery.add_embedded(as_items([3] * 4, first=9500), cloud(1, 4, noise=0.9, seed=1)[0])  # below one per cent

@@ -178,8 +178,9 @@ class TestAnswers:
         page = visit(service.url)
         promise, slider = page.locator("#promise"), page.get_by_label("Wrong matches I accept")
         expect(promise).to_contain_text("Promised, with 90 % confidence")
-        service.void = "about 80 % of the latest 40 queries show nothing of it: nothing is promised (see idml calibrate)"
-        words = "No error rate holds here now: about 80 % of the latest 40 queries show nothing of it."
+        why = "about 80 % of the latest 40 queries are unknown"
+        service.void = f"{why}: nothing is promised (see idml calibrate --unknown)"
+        words = f"No error rate holds here now: {why}. To mend this, run idml calibrate --unknown."
         ask(page)
         expect(promise).to_contain_text(words)
         expect(page.locator("#open-set")).to_be_hidden()

@@ -1,6 +1,7 @@
 """What people said about answers: kept with a gallery, used as queries by the next calibration, shown and deletable.
 
-A judgement holds the embedding of the query, not its picture; there is one for each picture. A gallery in a folder keeps them in feedback.json:
+A judgement holds the embedding of the query, not its picture; there is one for each picture. A gallery in a folder
+keeps them in feedback.json:
 
     {"judgements": [{"id", "query", "right", "found", "label", "semantic", "uncertainty"}, …], "sha256"}
 

@@ -652,8 +652,8 @@ class Counts(NamedTuple):
 class _Statistics:
     """Counts and distance profile of a gallery: read once from all items, then updated with each tracked change.
 
-    The profile equals `Profile.of`, but comes from engine searches, so not all vectors have to be read. Its distances may
-    be older by a few changes, its size is always the present one.
+    The profile equals `Profile.of`, but comes from engine searches, so not all vectors have to be read. Its distances
+    may be older by a few changes, its size is always the present one.
     """
 
     def __init__(self, engine: Engine, write_lock: threading.RLock) -> None:

@@ -234,9 +234,9 @@ def _add_feedback_routes(app: FastAPI, service: Service) -> None:
     async def judge(request: Request) -> Response:
         """Keep a judgement about the first result for an image: it is a query of the next calibration.
 
-        ``verdict`` is *right* or *wrong*; with *wrong*, ``label`` may say what it shows. ``result`` may be the id of the
-        result that was judged: 409 if it is not the first one any more. The picture is not kept; a judgement about the
-        same picture is replaced.
+        ``verdict`` is *right* or *wrong*; with *wrong*, ``label`` may say what it shows. ``result`` may be the id of
+        the result that was judged: 409 if it is not the first one any more. The picture is not kept; a judgement about
+        the same picture is replaced.
         """
         service.check_writable()
         fields = await read_form(request, ("image", "verdict", "label", "result"))

@@ -132,7 +132,7 @@ class Service:
         return upload.id, added.new == 1
 
     async def judge(self, data: bytes, right: bool, label: str | None, result: str | None = None) -> Feedback:
-        """Keep a judgement about the first result for an uploaded image; refuse it if that is not ``result`` any more."""
+        """Keep a judgement about the first result for an uploaded image; refuse it if that is no longer ``result``."""
         self.check_writable()
         gallery = self.gallery
 

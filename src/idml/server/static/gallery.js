@@ -88,8 +88,11 @@ export function showPromise() {
 
 const RERANKED = "No error rate holds for images that are compared part by part: the calibration is that of the usual order.";
 
-const voided = () =>
-  `No error rate holds here now: ${sentence(withoutPromise(gallery.drift), { capital: false })} To mend this, run idml calibrate again.`;
+/** Why nothing holds, and the command that the service names for it. */
+function voided() {
+  const command = gallery.drift.match(/idml calibrate --unknown/)?.[0] ?? "idml calibrate again";
+  return `No error rate holds here now: ${sentence(withoutPromise(gallery.drift), { capital: false })} To mend this, run ${command}.`;
+}
 
 /** What holds. Promises that rest on few classes are approximate; a small growth of the gallery is covered. */
 function promised({ confidence, coverage, approximate }) {
