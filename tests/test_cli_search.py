@@ -153,6 +153,7 @@ def test_looking_after_a_gallery(run):
 def test_judgements_are_kept_shown_used_and_deleted(run):
     query = "photos/c05/3.png"
     assert "nobody has judged" in run("gallery", "feedback", "calibrated")[1]
+    run("search", "calibrated", "photos/c05/2.png", "--feedback", "right")
     run("search", "calibrated", query, "--feedback", "right")
     assert run.notes[-2:] == [
         f"kept about {query}: it shows 'c05'",
@@ -163,8 +164,8 @@ def test_judgements_are_kept_shown_used_and_deleted(run):
     run("search", "calibrated", query, "--feedback", "wrong", "--label", "new thing")
     kept = result_of(run("gallery", "feedback", "calibrated", "--json"))["feedback"]
     assert [(one["right"], one["label"], one["query"]) for one in kept] == [
-        (True, "c05", "3.png"),
-        (False, "new thing", "3.png"),
+        (True, "c05", "2.png"),
+        (False, "new thing", "3.png"),  # the judgement before about the same picture is replaced
     ]
     before = result_of(run("calibrate", "calibrated", "--json", "--unknown", "0.3"))
     assert before["queries"].endswith("2 answers that people judged")

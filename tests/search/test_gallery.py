@@ -8,6 +8,7 @@ import types
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_images import as_items, cloud, encoded, fit_calibrations, picture, save_run
@@ -15,7 +16,7 @@ from synthetic_images import as_items, cloud, encoded, fit_calibrations, picture
 from idml import Embeddings
 from idml.calibration.evidence import Profile
 from idml.calibration.stored import Calibration
-from idml.search.answers import RiskTargets
+from idml.search.answers import RiskTargets, State
 from idml.search.engines import Added
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.gallery import Gallery, Upload, open_or_create
@@ -68,10 +69,34 @@ def test_more_unknown_queries_than_calibrated_are_noticed(shop):
     targets = RiskTargets(max_error=0.2)
     known = gallery.search_embeddings(queries[own < 30], targets=targets)
     assert all(reply.answer.promised and not reply.notes for reply in known)
-    unknown = queries[own >= 30]
-    replies = gallery.search_embeddings(Embeddings.cat([unknown, unknown, unknown])[:200], targets=targets)
+    replies = gallery.search_embeddings(queries[own >= 30], targets=targets)
     assert not any(reply.answer.promised for reply in replies)
-    assert "of the latest 200 queries seem to show nothing of the collection" in replies[0].notes[-1]
+    told = replies[0].notes[-1]
+    assert "of the latest 200 queries seem to show nothing of the collection" in told
+    assert gallery.status().drift == told
+    (similar,) = gallery.search_items([next(gallery.items()).id], targets=targets)
+    assert (similar.answer.promised, similar.notes) == (False, (told,))
+    gallery.store_calibration(gallery.calibration)
+    assert gallery.status().drift == ""
+    assert gallery.search_embeddings(queries[:1], targets=targets)[0].answer.promised
+
+
+def test_a_query_that_is_asked_again_counts_once(shop):
+    gallery, _, _, queries, _ = shop
+    targets = RiskTargets(max_error=0.2)
+    states = [reply.answer.state for reply in gallery.search_embeddings(queries, targets=targets, counted=False)]
+    assert gallery._latest.counts() == (0, 0)
+    unknown = queries[[states.index(State.NOVEL)]]
+    for i in range(30):
+        noise = 1e-7 * torch.randn(unknown.semantic.shape, generator=torch.Generator().manual_seed(i))
+        asked = Embeddings(unknown.semantic + noise, unknown.uncertainty)  # as in batches of other sizes
+        (reply,) = gallery.search_embeddings(asked, targets=RiskTargets(max_error=0.1 + 0.001 * i))
+        assert (reply.answer.promised, reply.notes) == (True, ())
+    assert gallery._latest.counts() == (1, 1)
+    gallery.search_embeddings(Embeddings.cat([queries, unknown]), targets=targets)
+    assert gallery._latest.counts()[1] == 200  # the latest ones, and the last one is among them
+    gallery.search_embeddings(unknown, targets=targets)
+    assert gallery._latest.counts()[1] == 200
 
 
 def test_a_profile_is_recomputed_after_one_percent_of_changes(shop):
@@ -79,10 +104,28 @@ def test_a_profile_is_recomputed_after_one_percent_of_changes(shop):
     first = gallery._statistics.profile
     gallery.add_embedded(as_items([1] * 5, first=7000), cloud(1, 5, seed=4)[0])
     gallery.relabel({item.id: "other" for item in as_items(labels.tolist())})
-    assert gallery._statistics.profile is first
+    assert gallery._statistics.profile.nearest is first.nearest
+    assert gallery._statistics.profile.size == len(stored) + 5  # the size is counted after each change
     gallery.add_embedded(as_items([1] * 3, first=8000), cloud(1, 3, seed=4)[0])
-    assert gallery._statistics.profile is not first
+    assert gallery._statistics.profile.nearest is not first.nearest
     assert gallery._statistics.profile.size == len(stored) + 8
+    gallery.remove([item.id for item in as_items([1] * 8, first=7000)][:5])
+    gallery.remove([item.id for item in as_items(labels.tolist())][:4])
+    assert gallery._statistics.profile.size == len(gallery) == len(stored) - 1
+    assert len(gallery._statistics.profile.nearest) == len(stored) - 1  # no more than there are items
+
+
+def test_a_gallery_that_was_opened_long_ago_counts_as_one_that_is_opened_now(shop):
+    gallery, _, _, queries, _ = shop
+    gallery.add_embedded(as_items([3] * 120, first=9000), cloud(1, 120, noise=0.9, seed=0)[0])
+    assert gallery.status().drift == ""  # 20 % larger
+    gallery.add_embedded(as_items([3] * 4, first=9500), cloud(1, 4, noise=0.9, seed=1)[0])  # below one per cent
+    told = "the gallery is 21 % larger than at calibration"
+    assert gallery.status().drift.startswith(told)
+    (reply,) = gallery.search_embeddings(queries[:1], targets=RiskTargets(max_error=0.2))
+    assert (reply.answer.promised, reply.notes) == (False, (gallery.status().drift,))
+    with Gallery.open(gallery.location) as fresh:
+        assert fresh.status().drift == gallery.status().drift
 
 
 def test_status_and_promises(shop, world):

@@ -101,6 +101,14 @@ def until(page, condition, seconds=300):
         page.wait_for_timeout(20)
 
 
+def until_that(page, condition, seconds=300):
+    """Wait for something outside of the page."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        page.wait_for_timeout(20)
+
+
 def rested(page):
     """Wait until no question is open."""
     until(page, "!document.querySelector('[aria-busy]')")

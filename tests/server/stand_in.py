@@ -65,6 +65,7 @@ class StandIn:
     def __init__(self) -> None:
         self.items = made_items()
         self.calibrated, self.writable, self.drift, self.level_speaks = True, True, "", True
+        self.void = ""  # why answers are not promised, if the state of the gallery does not say so yet
         self.mapped = False  # position maps are stored
         self.later: dict = {}  # further facts about the gallery
         self.feedback: list[dict] = []
@@ -153,13 +154,16 @@ class StandIn:
             "probability": chance if self.calibrated else None,
             "novelty": 0.02 if state == "not in the collection" else 0.4,
             "calibrated": self.calibrated and rerank is None,
-            "promised": rerank is None and self.calibrated and not self.drift and ERRORS.get(max_error) is not None,
+            "promised": rerank is None
+            and self.calibrated
+            and not (self.drift or self.void)
+            and ERRORS.get(max_error) is not None,
             "level": 0.7,
             "set_size": None,
             "results": results,
             "notes": [
                 "8 of 40 images have no label",
-                *([self.drift] if self.drift else []),
+                *(note for note in (self.drift, self.void) if note),
                 *([NOTE.format(rerank)] if rerank else []),
             ],
             "took_ms": 12.3,

@@ -24,9 +24,9 @@ def test_judgements_are_kept_listed_and_deleted(client, gallery):
         "found": "grey",
         "label": "grey",
     }
-    wrong = judge(client, "wrong", label="<b>new</b>").json()
+    wrong = judge(client, "wrong", picture(11), label="<b>new</b>").json()
     assert (wrong["right"], wrong["found"], wrong["label"]) == (False, "grey", "<b>new</b>")
-    assert judge(client, "wrong").json()["label"] is None
+    assert judge(client, "wrong", picture(3)).json()["label"] is None
     kept = client.get("/api/feedback").json()["feedback"]
     assert [one["label"] for one in kept] == ["grey", "<b>new</b>", None]
     stored = read_feedback(gallery.location, gallery.engine.properties)
@@ -35,6 +35,24 @@ def test_judgements_are_kept_listed_and_deleted(client, gallery):
     assert client.delete(f"/api/feedback/{right.json()['id']}").status_code == 204
     assert len(client.get("/api/feedback").json()["feedback"]) == 2
     assert client.delete(f"/api/feedback/{right.json()['id']}").status_code == 404
+
+
+def test_a_picture_has_one_judgement(client):
+    judge(client, "right")
+    other = judge(client, "right", picture(3)).json()
+    again = judge(client, "wrong", label="new").json()
+    assert client.get("/api/feedback").json() == {"feedback": [other, again]}
+    assert client.get("/api/gallery").json()["feedback"] == 2
+
+
+def test_only_the_result_that_was_shown_is_judged(client):
+    first = identity(picture(7))
+    assert judge(client, "right", result=first).status_code == 201
+    assert client.delete(f"/api/items/{first}").status_code == 204
+    for result in (first, "", "\u00e9"):
+        refused = judge(client, "right", result=result)
+        assert (refused.status_code, said(refused)) == (409, "another result is the first one now: search again")
+    assert [one["found"] for one in client.get("/api/feedback").json()["feedback"]] == ["grey"]
 
 
 def test_bad_judgements_are_one_line(client, gallery, tmp_path, tiny_run):

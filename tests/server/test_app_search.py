@@ -6,10 +6,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from service_client import LABELS, client_of, identity, picture, said, search
 
+from idml import Embeddings
+from idml.calibration.open_set import QueryPool
 from idml.calibration.risk_control import ThresholdCounts
+from idml.calibration.stored import Calibration
 from idml.data.images import decode_image
 from idml.search.answers import RiskTargets
 from idml.search.gallery import Gallery
@@ -128,6 +133,36 @@ def test_guarantees_name_their_conditions(client, gallery, monkeypatch):
     can = {"max_error": 0.05, "possible": True, "threshold": 0.9, "coverage": 0.6, "reason": ""}
     common = {"confidence": 0.9, "approximate": False}
     assert content["promises"] == [{**promise, **common} for promise in (cannot, can)]
+
+
+def test_one_picture_that_is_asked_for_again_voids_no_promise(client, gallery):
+    noise = np.random.default_rng(0)
+    labels = torch.arange(40).repeat_interleave(30)
+    places = noise.normal(size=(40, 16))[labels] + noise.normal(0, 0.8, size=(1200, 16))
+    world = Embeddings(torch.tensor(places).float(), torch.tensor(noise.normal(size=(1200, 16))).float())
+    stored = (torch.arange(1200) % 2 == 0) & (labels < 30)  # ten classes are unknown
+    found = QueryPool(world[~stored], labels[~stored], world[stored], labels[stored]).search()
+    model = gallery.embedder.fingerprint
+    gallery.store_calibration(Calibration.fit(found.evidence, found.correct, model=model, known=found.known))
+    assert next(promise for promise in gallery.guarantees() if promise.max_error == 0.5).possible
+
+    def ask():
+        """What a search, a search for an item and the state of the gallery say."""
+        similar = client.get(f"/api/items/{identity(picture(5))}/similar?max_error=0.5").json()
+        asked = search(client, picture(77), "?max_error=0.5").json()
+        told = client.get("/api/gallery").json()["drift"]
+        assert similar["promised"] == asked["promised"] == (told == "")
+        assert (told in asked["notes"] and told in similar["notes"]) or told == ""
+        return told
+
+    for _ in range(30):
+        assert ask() == ""
+    for number in range(5):
+        form = {"files": {"image": picture(number)}, "data": {"verdict": "right"}}
+        assert client.post("/api/feedback", **form).status_code == 201
+    assert gallery._latest.counts()[1] == 1  # no judgement is counted
+    gallery._latest.count(world[:40], [True] * 40)
+    assert ask().startswith("about 100% of the latest 41 queries seem to show nothing of the collection")
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])

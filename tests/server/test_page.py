@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from page_actions import MATCH, NOVEL, UNSURE, ask, assert_readable, drop, loaded, rested, until, verdict
+from page_actions import MATCH, NOVEL, UNSURE, ask, assert_readable, drop, loaded, rested, until, until_that, verdict
 from stand_in import HOSTILE
 
 pytest_plugins = ["browser"]
@@ -174,6 +174,32 @@ class TestAnswers:
             rested(page)
             expect(page.locator("body")).not_to_contain_text("romised")
 
+    def test_the_latest_answer_decides_what_is_called_promised(self, service, visit, expect):
+        page = visit(service.url)
+        promise, slider = page.locator("#promise"), page.get_by_label("Wrong matches I accept")
+        expect(promise).to_contain_text("Promised, with 90 % confidence")
+        why = "about 80 % of the latest 40 queries are unknown"
+        service.void = f"{why}: nothing is promised (see idml calibrate --unknown)"
+        words = f"No error rate holds here now: {why}. To mend this, run idml calibrate --unknown."
+        ask(page)
+        expect(promise).to_contain_text(words)
+        expect(page.locator("#open-set")).to_be_hidden()
+        expect(page.get_by_text("80 % of the latest")).to_have_count(1)
+        for place in range(6):
+            slider.fill(str(place))
+            rested(page)
+            expect(page.locator("body")).not_to_contain_text("romised")
+        service.void = ""
+        slider.fill("0")  # cannot be promised, so its answer says nothing about other rates
+        rested(page)
+        expect(promise).to_contain_text(words)
+        slider.fill("2")
+        rested(page)
+        expect(promise).to_contain_text("Promised, with 90 % confidence")
+        service.void = "no line about it"
+        page.locator("#found a.more").first.click()
+        expect(promise).to_contain_text("No error rate holds here now: the latest answer came without one.")
+
     def test_uncertainty_is_shown_only_where_it_says_something(self, service, visit, expect):
         page = visit(service.url)
         for speaks in (True, False):
@@ -248,13 +274,14 @@ class TestFeedback:
         assert_readable(page)
         page.keyboard.press("Enter")
         expect(page.locator("#judge")).to_be_hidden()
+        first = service.items[0]["id"].encode()
         fields = [
             {name: value for name, (_, value) in each.fields.items()}
             for each in service.requests("POST", "/api/feedback")
         ]
         assert fields == [
-            {"image": MATCH["buffer"], "verdict": b"right"},
-            {"image": NOVEL["buffer"], "verdict": b"wrong", "label": b"puffin"},
+            {"image": MATCH["buffer"], "verdict": b"right", "result": first},
+            {"image": NOVEL["buffer"], "verdict": b"wrong", "result": first, "label": b"puffin"},
         ]
         ask(page, UNSURE)
         page.get_by_role("button", name="2 judgements kept").click()
@@ -288,6 +315,32 @@ class TestFeedback:
         page.reload()
         ask(page)
         expect(page.locator("#judge")).to_be_hidden()
+
+    def test_a_judgement_is_sent_once_and_ends_with_its_own_answer(self, service, visit, expect):
+        service.later = {"feedback": 0}
+        page = visit(service.url)
+        ask(page)
+        yes, no = (page.get_by_role("button", name=name) for name in ("Yes, right", "No, wrong"))
+        sending = []
+        page.route("**/api/feedback", lambda route: sending.append(route))
+        yes.click()
+        until_that(page, lambda: sending)
+        expect(yes).to_be_disabled()
+        expect(no).to_be_disabled()
+        ask(page, NOVEL)
+        rested(page)
+        expect(yes).to_be_enabled()
+        sending.pop().continue_()
+        expect(page.locator("#said")).to_contain_text("Thank you.")
+        expect(page.get_by_role("button", name="1 judgement kept")).to_be_visible()
+        expect(page.locator("#judge")).to_be_visible()  # the answer about the newer picture is not judged yet
+        visit.refused.add(409)
+        service.refuse["POST /api/feedback"] = (409, "another result is the first one now: search again")
+        yes.click()
+        until_that(page, lambda: sending)
+        sending.pop().continue_()
+        expect(page.get_by_role("alert")).to_have_text("another result is the first one now: search again")
+        expect(yes).to_be_enabled()
 
     def test_nothing_is_offered_where_nothing_is_kept(self, service, visit, expect):
         page = visit(service.url)
@@ -416,6 +469,25 @@ class TestPromises:
         service.later = {"promises": [each for each in before if each["max_error"] != 0.05]}
         page.reload()
         expect(page.locator("#wished")).to_have_text("at most 2 %")
+
+    def test_a_late_answer_about_the_state_is_ignored(self, service, visit, expect):
+        page = visit(service.url)
+        ask(page)
+        waiting = []
+        page.route("**/api/gallery", lambda route: waiting.append(route))
+        again = 'void import(new URL("static/gallery.js", location.href).href).then((it) => it.readGallery())'
+        for n in (1, 2):
+            page.evaluate(again)
+            until_that(page, lambda n=n: len(waiting) == n)
+        states = [service.gallery() | {"name": name} for name in ("before", "now")]
+        page.get_by_label("Wrong matches I accept").fill("3")  # moved while the state was asked for: it stays there
+        waiting[1].fulfill(json=states[1])
+        expect(page.locator("#name")).to_have_text("now")
+        expect(page.locator("#wished")).to_have_text("at most 10 %")
+        with page.expect_response("**/api/gallery"):
+            waiting[0].fulfill(json=states[0])
+        page.wait_for_timeout(50)
+        expect(page.locator("#name")).to_have_text("now")
 
     def test_what_cannot_be_promised_is_said(self, service, visit, expect):
         page = visit(service.url)

@@ -4,7 +4,19 @@ import io
 import re
 
 import pytest
-from page_actions import MATCH, NOVEL, PHONE, ask, assert_fits, assert_readable, loaded, rested, until, verdict
+from page_actions import (
+    MATCH,
+    NOVEL,
+    PHONE,
+    ask,
+    assert_fits,
+    assert_readable,
+    loaded,
+    rested,
+    until,
+    until_that,
+    verdict,
+)
 from PIL import Image
 from stand_in import HOSTILE, STATIC
 
@@ -225,6 +237,43 @@ class TestBrowsing:
         expect(page.locator("#browse-state")).to_have_text("48 of 80 images")
         assert_readable(page)
 
+    def test_a_label_left_while_it_is_read_is_read_again(self, service, visit, expect):
+        page = visit(service.url)
+        late = []
+        page.route("**/api/items?*label=gull*", lambda route: late.append(route))
+        page.goto(service.url + "#browse/gull")
+        until_that(page, lambda: late)
+        page.goto(service.url + "#browse/tern")
+        expect(page.locator("#items .label")).to_have_text(["tern"] * 8)
+        with page.expect_response("**/api/items?*label=gull*"):
+            late.pop().continue_()
+        page.wait_for_timeout(50)
+        page.unroute("**/api/items?*label=gull*")
+        page.goto(service.url + "#browse/gull")
+        expect(page.locator("#items .label")).to_have_text(["gull"] * 8)
+        page.goto(service.url + "#browse/tern")
+        expect(page.locator("#items .label")).to_have_text(["tern"] * 8)
+
+    def test_an_image_with_another_label_leaves_the_list_of_a_label(self, service, visit, expect):
+        page = visit(service.url + "#browse/gull")
+        shown = page.locator("#items .label")
+        for left, label in ((7, "tern"), (6, "no gull")):
+            page.locator("#items .tile").first.click()
+            page.locator("#item-label").fill(label)
+            page.locator("#item-label").press("Enter")
+            page.locator("#confirm-yes").click()
+            expect(shown).to_have_text(["gull"] * left)
+            expect(page.locator("#browse-title")).to_be_focused()
+        page.goto(service.url + "#search")
+        ask(page)
+        page.locator("#found .item > .tile", has_text="tern").first.click()
+        page.locator("#item-label").fill("gull")
+        page.locator("#item-label").press("Enter")
+        page.locator("#confirm-yes").click()
+        expect(page.locator("#said")).to_contain_text("is now “gull”")
+        page.goto(service.url + "#browse/gull")
+        expect(shown).to_have_text(["gull"] * 7)
+
     def test_many_labels_are_found_by_typing(self, service, visit, expect):
         for i, item in enumerate(service.items):
             item["label"] = f"label {i:02d}"
@@ -250,6 +299,21 @@ class TestCollection:
         page.keyboard.press("Escape")
         expect(dialog).to_be_hidden()
         expect(opener).to_be_focused()
+
+    def test_the_item_that_was_opened_last_is_shown(self, service, visit, expect):
+        page = visit(service.url)
+        ask(page)
+        first, second = (item["id"] for item in service.items[:2])
+        late = []
+        page.route(f"**/api/items/{first}", lambda route: late.append(route))
+        page.locator("#found .item > .tile").first.click()
+        until_that(page, lambda: late)
+        page.locator("#found .item > .tile").nth(1).click()
+        expect(page.locator("#item-facts")).to_contain_text(second)
+        with page.expect_response(f"**/api/items/{first}"):
+            late.pop().continue_()
+        page.wait_for_timeout(50)
+        expect(page.locator("#item-facts")).to_contain_text(second)
 
     def test_an_item_without_a_kept_image_shows_its_thumbnail(self, service, visit, expect):
         service.items[0]["path"] = ""  # as in Milvus

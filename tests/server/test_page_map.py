@@ -265,6 +265,23 @@ class TestMap:
         page.wait_for_timeout(200)
         assert len(service.requests("GET", "/api/map")) == asked  # nobody waits for it
 
+    def test_an_old_map_is_hidden_while_a_new_one_is_computed(self, service, visit, expect):
+        page = visit(service.url)
+        open_map(page)
+        page.get_by_role("link", name="Search", exact=True).click()
+        ask(page, NOVEL)
+        page.get_by_role("button", name="Add", exact=True).click()
+        page.locator("#confirm-yes").click()
+        expect(page.locator("#said")).to_have_text("The image is in the gallery now.")
+        service.drawing = 10**6
+        page.get_by_role("link", name="Map").click()
+        expect(page.locator("#map-state")).to_contain_text("Drawing the map")
+        expect(page.locator("#map")).to_be_hidden()
+        service.drawing = 0
+        page.locator("#map").wait_for()
+        page.mouse.move(*spot(page, 7))
+        expect(page.locator("#map-item button")).to_be_visible()
+
     def test_changes_reach_the_map_without_drawing_it_anew(self, service, visit, expect):
         page = visit(service.url)
         open_map(page)

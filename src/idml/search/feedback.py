@@ -1,6 +1,7 @@
 """What people said about answers: kept with a gallery, used as queries by the next calibration, shown and deletable.
 
-A judgement holds the embedding of the query, not its picture. A gallery in a folder keeps them in feedback.json:
+A judgement holds the embedding of the query, not its picture; there is one for each picture. A gallery in a folder
+keeps them in feedback.json:
 
     {"judgements": [{"id", "query", "right", "found", "label", "semantic", "uncertainty"}, …], "sha256"}
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from idml.calibration.evidence import ROUNDING
 from idml.embeddings import Embeddings
 from idml.files import lock_file, write_atomic
 from idml.search.engines import Properties
@@ -52,7 +54,10 @@ def add_feedback(
     found: str | None,
     label: str | None = None,
 ) -> Feedback:
-    """Keep a judgement about one query. The label of the first result is the right one if ``right``."""
+    """Keep a judgement about one query. The label of the first result is the right one if ``right``.
+
+    It replaces the judgements about the same picture: copies would count as independent queries in a calibration.
+    """
     if len(embedding) != 1:
         raise ValueError(f"a judgement is about one query, got {len(embedding)}")
     told = found if right else label
@@ -63,7 +68,8 @@ def add_feedback(
     new = Feedback(secrets.token_hex(8), query, right, found, told, embedding.detach())
     path = _path(location)
     with lock_file(path.with_name(f".{FEEDBACK}.lock")):
-        _write(path, [*read_feedback(location, properties), new][-_MOST:])
+        others = [one for one in read_feedback(location, properties) if not _same_picture(one, new)]
+        _write(path, [*others, new][-_MOST:])
     return new
 
 
@@ -93,6 +99,10 @@ def delete_feedback(location: Location, properties: Properties, ids: Sequence[st
         if len(kept) < len(before):
             _write(path, kept)
     return len(before) - len(kept)
+
+
+def _same_picture(one: Feedback, other: Feedback) -> bool:
+    return float((one.embedding.unit - other.embedding.unit).norm()) < ROUNDING
 
 
 def _path(location: Location) -> Path:

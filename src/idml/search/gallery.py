@@ -7,7 +7,7 @@ folder, or in the metadata of the collection: every client gives the same answer
 """
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,7 +59,7 @@ __all__ = [
 
 _SEARCH_ATTEMPTS = 5  # searches of a gallery that changes during the search
 _LATEST = 200  # queries whose answers show how many are unknown
-_PROFILE_STALE = 0.01  # recompute a profile after more than this share of the items changed
+_PROFILE_STALE = 0.01  # recompute the distances of a profile after more than this share of the items changed
 
 Location = str | Path
 
@@ -131,7 +131,8 @@ class Status:
     rejected: float | None
     """The same share of its known queries."""
     drift: str
-    """Why nothing is guaranteed any more although there is a calibration; empty if the guarantees apply."""
+    """Why nothing is guaranteed any more although there is a calibration: the gallery has changed, or too many of the
+    latest queries are unknown. Empty if the guarantees apply."""
     growth: str
     """A small change of size since calibration that the guarantees cover; empty if there is none."""
     level_speaks: bool
@@ -159,7 +160,7 @@ class Gallery:
         self._stored = None if calibration is None else calibration.encode()
         self._drift: tuple[Calibration, Profile, Drift] | None = None
         self._reranker: GalleryReranker | None = None  # holds a model: made when it is needed
-        self._rejected: deque[bool] = deque(maxlen=_LATEST)  # which of the latest queries were not in the collection
+        self._latest = _LatestQueries()
 
     @classmethod
     def create(cls, location: Location, run: Location, *, runtime: Runtime = "auto") -> "Gallery":
@@ -269,8 +270,13 @@ class Gallery:
         targets: RiskTargets | None = None,
         *,
         without: Sequence[str] | None = None,
+        counted: bool = True,
     ) -> list[Reply]:
-        """Search for queries that the gallery's model has embedded; ``without`` names an item to leave out for each."""
+        """Search for queries that the gallery's model has embedded.
+
+        ``without`` names an item to leave out for each. Other queries count among the latest ones, whose answers show
+        how many are unknown; not if ``counted`` is False.
+        """
         check_count(k)
         for _ in range(_SEARCH_ATTEMPTS):
             if len(self.engine) <= (without is not None):
@@ -280,7 +286,10 @@ class Gallery:
             try:
                 context = self._answer_context()
                 replies = build_replies(self.engine, queries, k, targets or RiskTargets(), context, without=without)
-                return replies if without is not None else self._notice_unknown(replies, context)
+                if counted and without is None:
+                    self._latest.count(queries, [reply.answer.state is State.NOVEL for reply in replies])
+                void = "" if context.void else self._describe_unknown(context.calibration)
+                return [_without_promise(reply, void) for reply in replies] if void else replies
             except GalleryChanged:
                 self._statistics.reset()  # after the end of a change by this process; another may have made one too
         raise OSError(f"the gallery {self.location} changes too fast to be searched; try again")
@@ -300,26 +309,6 @@ class Gallery:
         notes += [line for line in (void, growth) if line]
         labelled = unlabelled == 0 if calibration is None else calibration.labelled
         return AnswerContext(labelled, calibration, self._statistics.profile, tuple(notes), void)
-
-    def _notice_unknown(self, replies: list[Reply], context: AnswerContext) -> list[Reply]:
-        """Add a note if clearly more of the latest queries are unknown than in the calibration."""
-        found = context.calibration
-        if found is None or found.recognised is None or found.rejected is None:
-            return replies
-        self._rejected.extend(reply.answer.state is State.NOVEL for reply in replies)
-        latest = list(self._rejected)
-        rates = {"recognised": found.recognised, "rejected": found.rejected, "share": found.unknown}
-        share = notice_unknown(sum(latest), len(latest), **rates)
-        if share is None:
-            return replies
-        note = (
-            f"about {share:.0%} of the latest {len(latest)} queries seem to show nothing of the collection, and the "
-            f"calibration is for {found.unknown:.0%} or fewer: nothing is promised (see idml calibrate --unknown)"
-        )
-        return [
-            replace(reply, answer=replace(reply.answer, promised=False), notes=(*reply.notes, note))
-            for reply in replies
-        ]
 
     # ---- re-ranking ----
 
@@ -397,7 +386,7 @@ class Gallery:
         write_calibration(self.location, self.engine, calibration)
         with self.write_lock:
             self._calibration, self._stored = calibration, calibration.encode()
-            self._rejected.clear()
+            self._latest.clear()
 
     @property
     def name(self) -> str:
@@ -420,7 +409,7 @@ class Gallery:
             unknown_share=None if found is None else found.unknown,
             recognised=None if found is None else found.recognised,
             rejected=None if found is None else found.rejected,
-            drift=void,
+            drift=void or self._describe_unknown(found),
             growth=growth,
             level_speaks=found is not None and found.level_speaks,
             queries="" if found is None else found.queries,
@@ -438,6 +427,20 @@ class Gallery:
         drift = cached[2]
         void = f"{drift.reason}: nothing is promised until you calibrate again (idml calibrate)"
         return (void, "") if drift.changed else ("", drift.reason)
+
+    def _describe_unknown(self, calibration: Calibration | None) -> str:
+        """Why the promises are void if clearly more of the latest queries are unknown than in the calibration."""
+        if calibration is None or calibration.recognised is None or calibration.rejected is None:
+            return ""
+        rates = {"recognised": calibration.recognised, "rejected": calibration.rejected, "share": calibration.unknown}
+        rejected, total = self._latest.counts()
+        share = notice_unknown(rejected, total, **rates)
+        if share is None:
+            return ""
+        return (
+            f"about {share:.0%} of the latest {total} queries seem to show nothing of the collection, and the "
+            f"calibration is for {calibration.unknown:.0%} or fewer: nothing is promised (see idml calibrate --unknown)"
+        )
 
     # ---- changes ----
 
@@ -541,7 +544,7 @@ class Gallery:
             now = stored_calibration(self.location, self.engine)[1]
             if now != self._stored:
                 self._calibration, self._stored, newer = read_calibration(self.location, self.engine), now, True
-                self._rejected.clear()
+                self._latest.clear()
             return newer
 
     def close(self) -> None:
@@ -568,6 +571,41 @@ def open_or_create(location: Location, run: Location | None = None, *, runtime: 
     if gallery_exists(location):
         return Gallery.open(location, run=run, write=True, runtime=runtime, images=MANY)
     return Gallery.create(location, PRETRAINED if run is None else run, runtime=runtime)
+
+
+# -------------------- the latest queries --------------------
+
+
+class _LatestQueries:
+    """Which of the latest different queries were not in the collection; one that is asked again counts once."""
+
+    def __init__(self) -> None:
+        self._rejected: dict[bytes, bool] = {}  # by the rounded embedding, the latest at the end
+        self._lock = threading.Lock()
+
+    def count(self, queries: Embeddings, rejected: Sequence[bool]) -> None:
+        """Count queries. Their embeddings are rounded: they depend a little on the others of their batch."""
+        rounded = (100 * queries.unit.detach()).round().cpu().numpy().astype("int8")
+        with self._lock:
+            for row, own in zip(rounded, rejected, strict=True):
+                self._rejected.pop(row.tobytes(), None)
+                self._rejected[row.tobytes()] = own
+            for key in list(self._rejected)[:-_LATEST]:
+                del self._rejected[key]
+
+    def counts(self) -> tuple[int, int]:
+        """How many of the queries were not in the collection, and how many queries there are."""
+        with self._lock:
+            return sum(self._rejected.values()), len(self._rejected)
+
+    def clear(self) -> None:
+        """Forget all queries."""
+        with self._lock:
+            self._rejected.clear()
+
+
+def _without_promise(reply: Reply, why: str) -> Reply:
+    return replace(reply, answer=replace(reply.answer, promised=False), notes=(*reply.notes, why))
 
 
 # -------------------- calibrations --------------------
@@ -614,7 +652,8 @@ class Counts(NamedTuple):
 class _Statistics:
     """Counts and distance profile of a gallery: read once from all items, then updated with each tracked change.
 
-    The profile equals `Profile.of`, but comes from engine searches, so not all vectors have to be read.
+    The profile equals `Profile.of`, but comes from engine searches, so not all vectors have to be read. Its distances
+    may be older by a few changes, its size is always the present one.
     """
 
     def __init__(self, engine: Engine, write_lock: threading.RLock) -> None:
@@ -681,9 +720,12 @@ class _Statistics:
             items = self.counts.items
             if items < 2:
                 return None
-            if self._profile is None or self._changes > _PROFILE_STALE * items:
+            found = self._profile
+            if found is None or self._changes > _PROFILE_STALE * items or len(found.nearest) > items:
                 ids = self._ids or [item.id for item in self._engine.items()]
                 self._profile, self._ids, self._changes = _measure_profile(self._engine, ids), None, 0
+            elif found.size != items:
+                self._profile = replace(found, size=items)
             return self._profile
 
 

@@ -222,7 +222,7 @@ def _add_search_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_feedback_routes(app: FastAPI, service: Service) -> None:
-    form = _form("image", "verdict", "label")
+    form = _form("image", "verdict", "label", "result")
 
     @app.post(
         "/api/feedback",
@@ -234,10 +234,12 @@ def _add_feedback_routes(app: FastAPI, service: Service) -> None:
     async def judge(request: Request) -> Response:
         """Keep a judgement about the first result for an image: it is a query of the next calibration.
 
-        ``verdict`` is *right* or *wrong*; with *wrong*, ``label`` may say what it shows. The picture is not kept.
+        ``verdict`` is *right* or *wrong*; with *wrong*, ``label`` may say what it shows. ``result`` may be the id of
+        the result that was judged: 409 if it is not the first one any more. The picture is not kept; a judgement about
+        the same picture is replaced.
         """
         service.check_writable()
-        fields = await read_form(request, ("image", "verdict", "label"))
+        fields = await read_form(request, ("image", "verdict", "label", "result"))
         verdict = fields.get("verdict", b"")
         if verdict not in (b"right", b"wrong"):
             raise ApiError(422, "verdict: must be right or wrong")
@@ -245,7 +247,8 @@ def _add_feedback_routes(app: FastAPI, service: Service) -> None:
             label = fields.get("label", b"").decode()
         except UnicodeDecodeError:
             raise ApiError(422, "the label is not UTF-8") from None
-        kept = await service.judge(fields["image"], verdict == b"right", clean_label(label))
+        result = fields["result"].decode(errors="replace") if "result" in fields else None
+        kept = await service.judge(fields["image"], verdict == b"right", clean_label(label), result)
         return _json(Judgement.of(kept), 201)
 
     @app.get("/api/feedback", response_model=Judgements, **_reading())
@@ -388,8 +391,9 @@ def _form(*fields: str) -> dict[str, Any]:
         "image": {"type": "string", "format": "binary"},
         "label": {"type": "string", **_LABEL_TEXT},
         "verdict": {"type": "string", "enum": ["right", "wrong"]},
+        "result": {"type": "string"},
     }
-    required = [name for name in fields if name != "label"]
+    required = [name for name in fields if name not in ("label", "result")]
     return _body("multipart/form-data", *required, **{name: kinds[name] for name in fields})
 
 

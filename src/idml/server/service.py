@@ -131,15 +131,17 @@ class Service:
                 added = await self._run(self._worker, self._change_gallery, lambda: self.gallery.add([upload]))
         return upload.id, added.new == 1
 
-    async def judge(self, data: bytes, right: bool, label: str | None) -> Feedback:
-        """Keep a judgement about the first result for an uploaded image."""
+    async def judge(self, data: bytes, right: bool, label: str | None, result: str | None = None) -> Feedback:
+        """Keep a judgement about the first result for an uploaded image; refuse it if that is no longer ``result``."""
         self.check_writable()
         gallery = self.gallery
 
         def keep(image: Image) -> Feedback:
             query = gallery.embedder.embed([image])
-            results = gallery.search_embeddings(query, 1)[0].results
+            results = gallery.search_embeddings(query, 1, counted=False)[0].results
             found = results[0].label if results else None
+            if result is not None and (not results or results[0].id != result):
+                raise ApiError(409, "another result is the first one now: search again")
             try:
                 return add_feedback(
                     gallery.location,
@@ -246,9 +248,13 @@ class Service:
                 raise error if error.status == 503 else ApiError(404, UNREADABLE) from None
 
     def info(self) -> GalleryInfo:
-        """Describe the gallery; call it in a thread. Position maps come without a change of the gallery."""
+        """Describe the gallery; call it in a thread.
+
+        Position maps come without a change of the gallery, and the latest queries may make promises void.
+        """
         info = self._cached("info", lambda: GalleryInfo.of(self.gallery))
-        return info.model_copy(update={"rerankers": available_rerankers(self.gallery)})
+        fresh = {"rerankers": available_rerankers(self.gallery), "drift": self.gallery.status().drift}
+        return info.model_copy(update=fresh)
 
     def listing(self) -> "Listing":
         """Return the sorted items; call it in a thread."""

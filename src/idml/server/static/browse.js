@@ -27,7 +27,6 @@ async function showItems() {
   at("items").replaceChildren();
   at("browse-state").textContent = "";
   await more();
-  shown = key;
 }
 
 async function more() {
@@ -77,7 +76,7 @@ at("order").addEventListener("change", telling(showItems));
 at("label-text").addEventListener("input", telling(showLabels));
 document.addEventListener("gallery-changed", ({ detail: { id, label: now, deleted, added } }) => {
   const button = at("items").querySelector(`button[data-id="${CSS.escape(id)}"]`);
-  if (added) shown = null;
-  else if (button && deleted) button.closest("li").remove();
+  if (added || (label && now === label)) shown = null; // the list lacks it
+  else if (button && (deleted || label)) button.closest("li").remove();
   else if (button) setLabel(button, now);
 });

@@ -4,11 +4,12 @@ import { at, count, make, say, telling } from "./dom.js";
 import { call, json } from "./api.js";
 import { gallery, readGallery } from "./gallery.js";
 
-let judged = null; // the file of the present query
+let judged = null; // the present answer: the file of its query and the id of its first result
 
 /** Offer to judge the answer to a file, or to nothing. */
 export function offerJudgement(file, results) {
-  judged = file;
+  judged = { file, result: results[0]?.id };
+  enable(true);
   at("judge").hidden = !file || !results.length || !gallery.writable || !gallery.labelled || typeof gallery.feedback !== "number";
   at("judge-wrong").hidden = true;
   at("judge-label").value = "";
@@ -20,16 +21,28 @@ function showCount() {
   at("judge-list").textContent = count(gallery.feedback ?? 0, "judgement") + " kept";
 }
 
+function enable(on) {
+  for (const button of at("judge").querySelectorAll("button:not(#judge-list)")) button.disabled = !on;
+}
+
 async function judge(verdict) {
+  const mine = judged;
   const body = new FormData();
   const label = at("judge-label").value.trim();
-  body.append("image", judged, judged.name || "image");
+  body.append("image", mine.file, mine.file.name || "image");
   body.append("verdict", verdict);
+  body.append("result", mine.result);
   if (verdict === "wrong" && label) body.append("label", label);
-  await call("api/feedback", { method: "POST", body });
-  await readGallery();
-  offerJudgement(judged, []); // once for each answer
-  say(`Thank you. ${use(verdict, label)}`);
+  enable(false);
+  try {
+    await call("api/feedback", { method: "POST", body });
+    await readGallery();
+    if (mine === judged) offerJudgement(null, []); // once for each answer
+    else showCount();
+    say(`Thank you. ${use(verdict, label)}`);
+  } finally {
+    if (mine === judged) enable(true); // it failed; a newer answer has its own buttons
+  }
 }
 
 /** What becomes of a judgement: a calibration uses it if it knows the right label, and labels are all there. */

@@ -5,10 +5,17 @@ import { json } from "./api.js";
 const USUAL = 0.05; // the default error rate of the service; the page never chooses a higher one by itself
 export const gallery = { calibrated: false, writable: false, promises: [] };
 
-/** Read the state again and show it in the header and at the slider. */
+let asked = 0; // how often the state was asked for
+let shown = 0; // which of these requests is shown
+
+/** Read the state again and show it in the header and at the slider, unless the answer to a later request is there. */
 export async function readGallery() {
+  const mine = ++asked;
+  const state = await json("api/gallery");
+  if (mine < shown) return;
+  shown = mine;
   const before = maxError();
-  Object.assign(gallery, await json("api/gallery"));
+  Object.assign(gallery, state);
   const parts = [
     count(gallery.items, "image"),
     gallery.labelled === 0 ? "no labels" : gallery.labelled < gallery.items ? `${gallery.labelled.toLocaleString("en")} labelled` : "",
@@ -40,6 +47,14 @@ export const uncertaintyCounts = () => gallery.level_speaks === true;
 
 /** A line of the service about what no longer holds, without the word for what does. */
 export const withoutPromise = (words) => words.replace(/(:|, so)? nothing is promised.*$/, "");
+
+/** Take over from a reply in the usual order, asked with an error rate, whether promises hold: it is the latest news. */
+export function followReply({ promised, notes }, wished) {
+  if (!gallery.promises.find(({ max_error }) => max_error === wished)?.possible) return; // it says nothing about others
+  const why = notes.find((note) => withoutPromise(note) !== note);
+  gallery.drift = promised ? "" : why || gallery.drift || "the latest answer came without one";
+  showPromise();
+}
 
 /** The chosen re-ranker; null if there is none, or if the results keep their order. */
 export const reranker = () => (!at("rerank-choice").hidden && at("rerank").checked ? gallery.rerankers[0] : null);
@@ -73,8 +88,11 @@ export function showPromise() {
 
 const RERANKED = "No error rate holds for images that are compared part by part: the calibration is that of the usual order.";
 
-const voided = () =>
-  `No error rate holds here now: ${sentence(withoutPromise(gallery.drift), { capital: false })} To mend this, run idml calibrate again.`;
+/** Why nothing holds, and the command that the service names for it. */
+function voided() {
+  const command = gallery.drift.match(/idml calibrate --unknown/)?.[0] ?? "idml calibrate again";
+  return `No error rate holds here now: ${sentence(withoutPromise(gallery.drift), { capital: false })} To mend this, run ${command}.`;
+}
 
 /** What holds. Promises that rest on few classes are approximate; a small growth of the gallery is covered. */
 function promised({ confidence, coverage, approximate }) {

@@ -5,6 +5,7 @@ import { bareWarning, changed, gallery, uncertaintyCounts } from "./gallery.js";
 import { confirmed } from "./dialogs.js";
 
 let current = null; // the item in the dialog
+let opening = 0; // number of the last request for one, so that a slower older one is ignored
 
 export const fileName = ({ id, path }) => path?.split("/").pop() || id.slice(0, 8);
 const called = (label) => (label === null ? "no label" : `“${label}”`);
@@ -59,7 +60,10 @@ export function smallTile(id, words) {
 
 /** Open the dialog with the current state of an item. */
 export async function openItem(id) {
-  current = await json(itemPath(id));
+  const mine = ++opening;
+  const item = await json(itemPath(id));
+  if (mine !== opening) return;
+  current = item;
   fill();
   if (!at("item-dialog").open) at("item-dialog").showModal();
 }

@@ -31,6 +31,7 @@ const inOrder = new Intl.Collator("en", { numeric: true }).compare;
 /** Read the map if necessary, and draw it. */
 export async function showMap() {
   if (points === null) {
+    at("map-area").hidden = true;
     at("map-state").textContent = "Drawing the map; the first time this can take a minute…";
     try {
       points = await readPoints();

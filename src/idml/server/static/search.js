@@ -1,7 +1,7 @@
 // Queries: a picture is dropped, pasted, chosen or photographed, or an item of the gallery; it is searched, cropped, added.
 import { at, make, say, telling } from "./dom.js";
 import { call, itemPath, json } from "./api.js";
-import { bareWarning, changed, gallery, maxError, readGallery, reranker, showPromise } from "./gallery.js";
+import { bareWarning, changed, followReply, gallery, maxError, readGallery, reranker, showPromise } from "./gallery.js";
 import { confirmed } from "./dialogs.js";
 import { showNothing, showReply, showWaiting } from "./answer.js";
 import { cropped } from "./crop.js";
@@ -43,8 +43,9 @@ async function ask(next) {
   try {
     if (!same) await preview(next, signal);
     if (gallery.items === undefined) await readGallery(); // it could not be read before
-    const order = reranker();
-    const reply = await requested(next, order, signal);
+    const [order, wished] = [reranker(), maxError()];
+    const reply = await requested(next, order, wished, signal);
+    if (order === null) followReply(reply, wished);
     showReply(reply, order !== null);
     at("error").textContent = "";
     offerJudgement(order === null ? next.file : null, reply.results); // a calibration knows the usual order only
@@ -56,8 +57,7 @@ async function ask(next) {
   }
 }
 
-function requested({ file, item }, order, signal) {
-  const wished = maxError();
+function requested({ file, item }, order, wished, signal) {
   const options = `k=${SHOWN}${wished === null ? "" : `&max_error=${wished}`}${order === null ? "" : `&rerank=${order}`}`;
   if (item) return json(`${itemPath(item, "/similar")}?${options}`, { signal });
   return json(`api/search?${options}`, { method: "POST", body: form(file), signal });
