@@ -24,6 +24,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from idml.files import lock_file, sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
@@ -53,6 +54,12 @@ def run_folder(run: str | Path) -> Path:
     """Return the folder of a run, given the folder, its model file or ``timm:NAME``."""
     run = resolve_model(run)
     return Path(run) if Path(run).is_dir() else Path(run).parent
+
+
+def lock_creation(folder: Path) -> BinaryIO:
+    """Make a folder and lock the creation of a gallery in it, until the returned file is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return lock_file(folder / ".create.lock")
 
 
 def copy_model(run: str | Path, folder: Path) -> None:
