@@ -532,9 +532,14 @@ def test_a_reader_that_may_not_write_follows_the_owner(tmp_path, monkeypatch):
         assert reader.thumbnail(changed[-1][0].id) == changed[-1][4]  # also without a refresh
         assert state(reader) == changed
         assert reader.verify() == []
-        with pytest.raises(OSError, match=r"changed while it was read; try again$"), reader._reading():
-            change(lambda owner: owner.relabel({"i2": "z"}))
-            raise DamagedGallery("of pages before and after the change")
+
+        def read():
+            with reader._reading():
+                change(lambda owner: owner.relabel({"i2": "z"}))
+                raise DamagedGallery("of pages before and after the change")
+
+        with pytest.raises(OSError, match=r"changed while it was read; try again$"):
+            read()
         assert reader.get("i2").label == "z"
 
 
