@@ -597,10 +597,15 @@ def _check_action(options: argparse.Namespace) -> None:
 def _show_feedback(options: argparse.Namespace, properties: Any) -> int:
     from idml.search.feedback import delete_feedback, read_feedback
 
-    place, judged = options.place, read_feedback(options.place, properties)
+    place = options.place
+    if options.delete and not options.ids:  # also if they cannot be read any more
+        deleted = delete_feedback(place, properties)
+        _print_result({"deleted": deleted}, options.json, [f"{deleted:,} judgements deleted"])
+        return 0
+    judged = read_feedback(place, properties)
     if options.delete:
         missing = [id for id in options.ids if id not in {one.id for one in judged}]
-        deleted = delete_feedback(place, properties, options.ids or None)
+        deleted = delete_feedback(place, properties, options.ids)
         _print_result({"deleted": deleted}, options.json, [f"{deleted:,} judgements deleted"])
         if missing:
             _print_note(

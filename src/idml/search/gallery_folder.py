@@ -31,6 +31,7 @@ from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, LEARNED, PRETRAINED, resolve_model
 from idml.model.onnx import ONNX
 from idml.model.weight_sources import SOURCE
+from idml.search.engines import DamagedGallery
 from idml.search.uploads import EXTENSIONS
 
 MODEL = "model"
@@ -156,15 +157,15 @@ class ImageRoots:
         except FileNotFoundError:
             return {}
         except (ValueError, RecursionError):
-            raise ValueError(f"{path} is damaged: it is not JSON") from None
+            raise DamagedGallery(f"{path} is damaged: it is not JSON") from None
         if isinstance(roots, dict) and isinstance(roots.get("folders"), dict):
             if roots.keys() != {"folders", "checksum"} or roots["checksum"] != _checksum(roots["folders"]):
-                raise ValueError(
+                raise DamagedGallery(
                     f"{path} is damaged: its checksum does not fit the folders; docs/search.md has a remedy"
                 )
             roots = roots["folders"]
         if not isinstance(roots, dict) or not all(isinstance(root, str) for root in roots.values()):
-            raise ValueError(f"{path} is damaged: it should name folders")
+            raise DamagedGallery(f"{path} is damaged: it should name folders")
         return roots
 
     def register(self, folder: str) -> str:

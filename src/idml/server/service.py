@@ -26,7 +26,7 @@ from idml.data.images import MAX_SIDE
 from idml.data.metadata import write_again
 from idml.search import tsne_map
 from idml.search.answers import RiskTargets
-from idml.search.engines import Item
+from idml.search.engines import DamagedGallery, Item
 from idml.search.feedback import Feedback, add_feedback, delete_feedback, read_feedback
 from idml.search.gallery import Gallery
 from idml.search.gallery_folder import MissingMap
@@ -150,6 +150,8 @@ class Service:
                     found=found,
                     label=label,
                 )
+            except DamagedGallery:
+                raise
             except ValueError as error:
                 raise ApiError(409, str(error)) from None  # the label contradicts the verdict
 
@@ -193,6 +195,8 @@ class Service:
         try:
             with self._working():
                 return work()
+        except DamagedGallery as error:
+            raise _damaged(error) from None
         except OSError:
             log.exception("a change was not stored")
             raise ApiError(507, "this could not be stored (a full disk?); the server's log says why") from None
@@ -341,12 +345,19 @@ class Service:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Refuse a request if the gallery cannot be read now: a Milvus server that is down may be there again soon."""
+    """Refuse a request if the gallery is damaged, or cannot be read now: a Milvus server may be there again soon."""
     try:
         yield
+    except DamagedGallery as error:
+        raise _damaged(error) from None
     except OSError as error:
         log.warning("the gallery cannot be read: %s", error)
         raise ApiError(503, "the gallery cannot be read now; the server's log says why", retry_after=1) from None
+
+
+def _damaged(error: DamagedGallery) -> ApiError:
+    log.warning("the gallery is damaged: %s", error)
+    return ApiError(503, "what this needs of the gallery is damaged; the server's log says what")
 
 
 @contextmanager
