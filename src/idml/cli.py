@@ -459,7 +459,7 @@ def _index(options: argparse.Namespace) -> int:
     from idml.search.indexing import add_maps, check_folder, index_folder
 
     if not gallery_exists(options.to):
-        check_folder(Path(options.images))  # before a gallery is made for nothing
+        check_folder(Path(options.images), _print_note)  # before a gallery is made for nothing
     with (
         Display("indexing") as display,
         open_or_create(options.to, _chosen_model(options), runtime=options.runtime) as gallery,
@@ -724,6 +724,11 @@ def _add_serve(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> int:
     from idml.server.serve import serve
 
+    def print_end(result: dict[str, str]) -> None:
+        if options.json:
+            _print_result(result, True, [])
+            sys.stdout.flush()  # the signal that ended the service may now end this process
+
     serve(
         options.place,
         host=options.host,
@@ -731,6 +736,7 @@ def _serve(options: argparse.Namespace) -> int:
         run=_chosen_model(options),
         runtime=options.runtime,
         note=_print_note,
+        ended=print_end,
     )
     return 0
 

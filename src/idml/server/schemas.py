@@ -62,9 +62,9 @@ class GalleryInfo(BaseModel):
     known ones the share ``rejected``; null if that is not known. ``level_speaks``: ‖u‖ ranks wrong answers better than
     chance here. ``drift`` says why nothing is guaranteed any more although there is a calibration, ``growth`` describes
     a small change of size that guarantees cover; both are empty otherwise. ``queries``: what the queries of the
-    calibration were. ``feedback``: how many judgements are kept; null if none can be or their file is damaged. ``rerankers``: the values of
-    ``rerank`` that a search accepts here; none if the gallery has no position maps. ``writable`` says whether the
-    sender of the request may change the gallery.
+    calibration were. ``feedback``: how many judgements are kept; null if none can be or their file is
+    damaged. ``rerankers``: the values of ``rerank`` that a search accepts here; none if the gallery has no position
+    maps. ``writable`` says whether the sender of the request may change the gallery.
     """
 
     name: str
