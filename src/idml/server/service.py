@@ -264,11 +264,16 @@ class Service:
             raise shutting_down()
         if self._map is None or self._map[0] != self._version or (self._map[1].done() and self._map[1].exception()):
             self._map = self._version, asyncio.ensure_future(self._run(self._mapper, self._compute_map))
+            self._map[1].add_done_callback(lambda map: map.cancelled() or map.exception())  # perhaps nobody waits
         done, _ = await asyncio.wait([self._map[1]], timeout=self._limits.map_seconds)
         return self._map[1].result() if done else None
 
     def _compute_map(self) -> list[MapPoint]:
-        return [MapPoint.of(point) for point in tsne_map.gallery_map(self.gallery)]
+        def check() -> None:
+            if not self._open:
+                raise shutting_down()
+
+        return [MapPoint.of(point) for point in tsne_map.gallery_map(self.gallery, check=check)]
 
     def _get_item(self, id: str) -> Item:
         item = self.gallery.get(id) if _ID.fullmatch(id) else None
