@@ -88,6 +88,22 @@ def index(run, name, *, model="run"):
 # -------------------- files people have --------------------
 
 
+def test_a_folder_of_which_nothing_can_be_read_makes_no_gallery(run):
+    Path("broken/c00").mkdir(parents=True)
+    Path("broken/c00/1.png").write_bytes(b"no image")
+    words = "no image in 'broken' can be read (1 tried); nothing was changed"
+    status, out, err = run("index broken --to new --model run")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[0].startswith("cannot read the image 'c00/1.png': ")
+    assert err.splitlines()[1:] == [f"idml index: {words}"]
+    assert not Path("new").exists()
+    before = Path("ordinary/roots.json").read_bytes()
+    status, out, err = run("index broken --to ordinary")
+    assert (status, out) == (2, "")
+    assert words in err
+    assert Path("ordinary/roots.json").read_bytes() == before
+
+
 def test_photos_of_phones_are_indexed_searched_embedded_and_trained_on(run):
     register_heif_opener()
     for suffix in ("heic", "avif", "png"):

@@ -459,7 +459,7 @@ def _index(options: argparse.Namespace) -> int:
     from idml.search.indexing import add_maps, check_folder, index_folder
 
     if not gallery_exists(options.to):
-        check_folder(Path(options.images))  # before a gallery is made for nothing
+        check_folder(Path(options.images), _print_note)  # before a gallery is made for nothing
     with (
         Display("indexing") as display,
         open_or_create(options.to, _chosen_model(options), runtime=options.runtime) as gallery,
@@ -597,10 +597,15 @@ def _check_action(options: argparse.Namespace) -> None:
 def _show_feedback(options: argparse.Namespace, properties: Any) -> int:
     from idml.search.feedback import delete_feedback, read_feedback
 
-    place, judged = options.place, read_feedback(options.place, properties)
+    place = options.place
+    if options.delete and not options.ids:  # also if they cannot be read any more
+        deleted = delete_feedback(place, properties)
+        _print_result({"deleted": deleted}, options.json, [f"{deleted:,} judgements deleted"])
+        return 0
+    judged = read_feedback(place, properties)
     if options.delete:
         missing = [id for id in options.ids if id not in {one.id for one in judged}]
-        deleted = delete_feedback(place, properties, options.ids or None)
+        deleted = delete_feedback(place, properties, options.ids)
         _print_result({"deleted": deleted}, options.json, [f"{deleted:,} judgements deleted"])
         if missing:
             _print_note(
@@ -719,6 +724,11 @@ def _add_serve(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> int:
     from idml.server.serve import serve
 
+    def print_end(result: dict[str, str]) -> None:
+        if options.json:
+            _print_result(result, True, [])
+            sys.stdout.flush()  # the signal that ended the service may now end this process
+
     serve(
         options.place,
         host=options.host,
@@ -726,6 +736,7 @@ def _serve(options: argparse.Namespace) -> int:
         run=_chosen_model(options),
         runtime=options.runtime,
         note=_print_note,
+        ended=print_end,
     )
     return 0
 

@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,10 +89,11 @@ def _embedded(png: io.BytesIO, text: str) -> str:
     return f"<img alt='{html.escape(text)}' src='data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}'>"
 
 
-def tsne_positions(points: NDArray[np.floating]) -> NDArray[np.float64]:
+def tsne_positions(points: NDArray[np.floating], check: Callable[[], None] = lambda: None) -> NDArray[np.float64]:
     """Place points [n, d] in the plane [n, 2] by t-SNE: the same points always get the same places.
 
-    At least four points are needed, and they must not all be equal.
+    At least four points are needed, and they must not all be equal. ``check`` is called now and then: an error that it
+    raises ends the work.
     """
     import torch
     from openTSNE import TSNE
@@ -101,5 +103,7 @@ def tsne_positions(points: NDArray[np.floating]) -> NDArray[np.float64]:
         random_state=0,
         n_jobs=torch.get_num_threads(),
         negative_gradient_method="bh",
+        callbacks=lambda *progress: check(),
+        callbacks_every_iters=25,
     ).fit(points)
     return np.asarray(place, dtype=np.float64)

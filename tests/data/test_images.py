@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from idml.data import images
+from idml.data import decoder_process, images
 from idml.data.augment import View
 from idml.data.datasets import ImageSet
 from idml.data.images import MAX_SCANS, MAX_SIDE, load_square, read_image
@@ -445,6 +445,25 @@ def test_a_process_decodes_at_the_same_size(monkeypatch):
     monkeypatch.setattr(images, "_USUAL_BYTES", 0)
     monkeypatch.setattr(images, "_decode", None)
     assert [images.decode_image(out, "x", min_side=side).size for side in (32, 601)] == sizes
+
+
+@pytest.mark.parametrize("size", [4, 3 * 48 * 32])  # of what is not read: the reply, the pixels
+def test_after_an_interruption_the_next_image_gets_its_own_picture(size, monkeypatch):
+    real, other = decoder_process.receive, io.BytesIO()
+    Image.new("RGB", (48, 32), "blue").save(other, "BMP")
+
+    def interrupted(channel, count):
+        if count == size:
+            raise KeyboardInterrupt
+        return real(channel, count)
+
+    monkeypatch.setattr(images, "_pool", images._Pool())
+    images.decode_image(io.BytesIO(saved_bytes("BMP")), "x")
+    monkeypatch.setattr(decoder_process, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        images.decode_image(io.BytesIO(saved_bytes("BMP")), "x")
+    monkeypatch.setattr(decoder_process, "receive", real)
+    assert images.decode_image(other, "x").getpixel((0, 0)) == (0, 0, 255)
 
 
 def test_sides_and_tiles_are_bounded(saved, tmp_path):

@@ -6,8 +6,9 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageFile, PngImagePlugin
 
+from idml.data import metadata
 from idml.data.images import decode_image
 from idml.data.metadata import strip_metadata, write_again
 
@@ -79,11 +80,115 @@ def test_every_format_is_clean_and_upright(kind, orientation):
     assert np.abs(pixels_of(clean) - pixels_of(data)).mean() < 12  # written again, colours at half the resolution
 
 
+def plain(kind, mode="RGB", **options):
+    out = io.BytesIO()
+    Image.new(mode, (9, 9), 1).save(out, kind, **options)
+    return out.getvalue()
+
+
+def chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def with_chunk(data, kind, content):
+    """A WebP with one more chunk at its end."""
+    data += kind + struct.pack("<I", len(content)) + content + bytes(len(content) % 2)
+    return data[:4] + struct.pack("<I", len(data) - 8) + data[8:]
+
+
 def test_what_has_nothing_to_hide_is_left_alone():
-    for kind in ("BMP", "GIF", "WEBP"):
-        out = io.BytesIO()
-        Image.new("RGB", (9, 9), "red").save(out, kind)
-        assert remove_metadata(out.getvalue()) == out.getvalue()
+    frames = {"save_all": True, "append_images": [Image.new("RGB", (9, 9), "red")], "loop": 0, "duration": 100}
+    for data in (
+        *(plain("BMP", mode) for mode in ("1", "L", "RGB")), plain("GIF"), plain("GIF", transparency=0),
+        plain("GIF", **frames), plain("WEBP"), plain("WEBP", lossless=True), plain("WEBP", "RGBA"),
+        plain("WEBP", icc_profile=b"profile"), plain("WEBP", **frames),
+    ):  # fmt: skip
+        assert remove_metadata(data) == data
+
+
+def test_what_else_a_gif_a_webp_and_a_bmp_may_hold_is_left_out():
+    gif, webp, bmp = plain("GIF"), plain("WEBP"), plain("BMP")
+    said = bytes([len(SECRET)]) + SECRET + b"\0"
+    for data in (
+        gif[:-1] + b"\x21\xff\x0bXMP DataXMP" + said + b";",
+        gif[:-1] + b"\x21\xfe" + said + b";",  # behind the frame
+        gif[:-1] + b"\x21\x01\x0c" + bytes(12) + said + b";",
+        gif[:-1] + b"\x21\xff\x0bNETSCAPE2.0" + said + b";",
+        gif + SECRET + b"\0;",
+        with_chunk(webp, b"abcd", SECRET),
+        webp + SECRET,
+        bmp + SECRET,
+        bmp[:10] + struct.pack("<I", 54 + len(SECRET)) + bmp[14:54] + SECRET + bmp[54:],
+    ):
+        original = {b"G": gif, b"R": webp, b"B": bmp}[data[:1]]
+        assert np.array_equal(pixels_of(data), pixels_of(original))
+        assert SECRET in data
+        assert strip_metadata(data) is None
+        check_clean(remove_metadata(data))
+
+
+def test_segments_of_a_jpeg_and_profiles_of_a_png_hide_nothing():
+    data = encoded("JPEG")
+    jfif = data.index(b"JFIF") - 4
+    for hidden in (
+        b"\xff\xe0" + struct.pack(">H", 8 + len(SECRET)) + b"JFXX\0\x13" + SECRET,  # a small picture
+        b"\xff\xee" + struct.pack(">H", 2 + len(SECRET)) + SECRET,
+        b"\xff\xff\xff\xfe" + struct.pack(">H", 2 + len(SECRET)) + SECRET,  # behind filling
+    ):
+        clean = strip_metadata(data[: jfif + 18] + hidden + data[jfif + 18 :])
+        check_clean(clean)
+        assert np.array_equal(pixels_of(clean), pixels_of(data))
+    thumbnail = struct.pack(">H", 16 + 15) + data[jfif + 4 : jfif + 16] + b"\5\1" + SECRET[:15]
+    clean = strip_metadata(data[: jfif + 2] + thumbnail + data[jfif + 18 :])
+    assert SECRET[:15] not in clean
+    assert clean == strip_metadata(data)
+    png = plain("PNG")
+    named = chunk(b"iCCP", SECRET + b"\0\0" + zlib.compress(b"profile"))
+    clean = strip_metadata(png[:33] + named + png[33:])
+    check_clean(clean)
+    with Image.open(io.BytesIO(clean)) as image:
+        assert image.info["icc_profile"] == b"profile"
+
+
+def test_what_cannot_be_told_apart_is_written_again():
+    """Such files are indexed and found, so they must be shown too."""
+    jpeg, png = encoded("JPEG"), plain("PNG")
+    exif = b"not what begins a TIFF"
+    for data in (
+        png[:33] + chunk(b"eXIf", exif) + png[33:],
+        png[:33] + chunk(b"ABCD", SECRET) + png[33:],
+        with_chunk(plain("WEBP"), b"EXIF", exif),
+        jpeg[:20] + b"stray" + jpeg[20:],
+    ):
+        assert strip_metadata(data) is None
+        check_clean(remove_metadata(data))
+
+
+@pytest.mark.parametrize("orientation", [None, 6])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_png_is_not_decoded(orientation, behind, monkeypatch):
+    data = encoded("PNG", orientation)
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4])
+    if behind:  # the picture
+        data = data[:start] + data[end:-12] + data[start:end] + data[-12:]
+    for plugin in (ImageFile.ImageFile, PngImagePlugin.PngImageFile):
+        monkeypatch.setattr(plugin, "load", None)
+    assert (strip_metadata(data) is None) == (orientation == 6)
+
+
+def test_many_parts_do_not_take_long(monkeypatch):
+    monkeypatch.setattr(metadata, "_MOST_PARTS", 50)
+    gif, png, webp, jpeg = plain("GIF"), plain("PNG"), plain("WEBP"), encoded("JPEG")
+    for data in (
+        gif[:-1] + 60 * b"\x21\xf9\4\0\0\0\0\0" + b";",
+        png[:33] + 60 * chunk(b"tEXt", b"") + png[33:],
+        jpeg[:20] + 60 * b"\xff\xfe\0\2" + jpeg[20:],
+    ):
+        assert strip_metadata(data) is None
+    for _ in range(60):
+        webp = with_chunk(webp, b"ICCP", b"")
+    assert strip_metadata(webp) is None
 
 
 def test_broken_images_are_refused():

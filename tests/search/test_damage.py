@@ -508,6 +508,41 @@ def test_a_read_only_gallery(what):
         shutil.rmtree(top)
 
 
+def test_a_reader_that_may_not_write_follows_the_owner(tmp_path, monkeypatch):
+    """In a folder that it may not write, SQLite takes a database for one that never changes."""
+    path, own = tmp_path / "g", sqlite.connect
+    small(path).close()
+    monkeypatch.setattr(sqlite, "connect", lambda file, write: sqlite_storage.connect_immutable(file))
+    with SqliteEngine.open(path) as reader:
+        assert state(reader)
+        assert not reader.refresh()
+
+        def change(work):
+            with monkeypatch.context() as patch:
+                patch.setattr(sqlite, "connect", own)
+                with SqliteEngine.open(path, write=True) as owner:
+                    work(owner)
+                    return state(owner)
+
+        added = change(lambda owner: owner.add(*batch(*[(n, 1) for n in range(2, 40)])))
+        assert reader.refresh()
+        assert not reader.refresh()
+        assert state(reader) == added
+        changed = change(lambda owner: (owner.remove([f"i{n}" for n in range(3, 30)]), owner.compact()))
+        assert reader.thumbnail(changed[-1][0].id) == changed[-1][4]  # also without a refresh
+        assert state(reader) == changed
+        assert reader.verify() == []
+
+        def read():
+            with reader._reading():
+                change(lambda owner: owner.relabel({"i2": "z"}))
+                raise DamagedGallery("of pages before and after the change")
+
+        with pytest.raises(OSError, match=r"changed while it was read; try again$"):
+            read()
+        assert reader.get("i2").label == "z"
+
+
 def test_a_read_only_folder_with_changes_in_the_log():
     """A killed writer left them, and SQLite needs a folder that can be written to read them."""
     top = Path(tempfile.mkdtemp())

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import sys
+import threading
 import types
 from dataclasses import replace
 
@@ -16,10 +17,12 @@ from synthetic_images import as_items, cloud, encoded, fit_calibrations, picture
 from idml import Embeddings
 from idml.calibration.evidence import Profile
 from idml.calibration.stored import Calibration
+from idml.search import gallery as gallery_module
 from idml.search.answers import RiskTargets, State
 from idml.search.engines import Added
 from idml.search.engines.sqlite import SqliteEngine
 from idml.search.gallery import Gallery, Upload, open_or_create
+from idml.search.gallery_folder import lock_creation
 
 pytestmark = pytest.mark.usefixtures("_no_waiting")
 
@@ -271,6 +274,32 @@ def test_creating_a_gallery_again_after_a_kill(run, tmp_path):
     Gallery.open(tmp_path / "g").close()
     (tmp_path / "g" / "gallery.sqlite").unlink()
     Gallery.create(tmp_path / "g", tmp_path / "g" / "model").close()  # from its own copy
+    Gallery.open(tmp_path / "g").close()
+
+
+def test_the_second_of_two_creators_leaves_the_model_of_the_first(run, tmp_path, monkeypatch):
+    other = save_run(tmp_path / "other", seed=1)
+    opened = gallery_module.open_embedder
+
+    def open_slowly(source, **options):
+        monkeypatch.setattr(gallery_module, "open_embedder", opened)
+        Gallery.create(tmp_path / "g", run).close()  # by somebody else, in the meantime
+        return opened(source, **options)
+
+    monkeypatch.setattr(gallery_module, "open_embedder", open_slowly)
+    with pytest.raises(ValueError, match="there is already a gallery at"):
+        Gallery.create(tmp_path / "g", other)
+    Gallery.open(tmp_path / "g", run=run).close()
+    Gallery.open(tmp_path / "g").close()
+
+
+def test_two_creators_do_not_mix_their_files(run, tmp_path):
+    with lock_creation(tmp_path / "g"):
+        maker = threading.Thread(target=lambda: Gallery.create(tmp_path / "g", run).close())
+        maker.start()
+        maker.join(0.2)
+        assert not (tmp_path / "g" / "model").exists()  # it waits
+    maker.join()
     Gallery.open(tmp_path / "g").close()
 
 

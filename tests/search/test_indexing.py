@@ -293,6 +293,27 @@ def test_an_empty_folder(gallery, photos, tmp_path):
     assert not (tmp_path / "g" / "roots.json").exists()  # nothing was changed
 
 
+def test_a_folder_of_which_nothing_can_be_read(gallery, photos, tmp_path, monkeypatch):
+    """It is no success, and the items of pictures that were readable before stay."""
+    monkeypatch.setattr(idml.search.indexing, "_MAX_NAMED", 2)
+    more, lines = ["… 6 more images cannot be read"], []
+    index_folder(gallery, photos)
+    for item in list(gallery.items()):
+        gallery.image_file(item.id).write_bytes(b"no image any more")
+    words = r"no image in '.*' can be read \(8 tried\); nothing was changed"
+    with pytest.raises(ValueError, match=words):
+        index_folder(gallery, photos, note=lines.append)
+    assert lines[2:] == more
+    assert len(gallery) == 8
+    lines.clear()
+    shutil.copytree(photos, tmp_path / "others")
+    with pytest.raises(ValueError, match=words):
+        index_folder(gallery, tmp_path / "others", note=lines.append)
+    assert lines[2:] == more
+    assert lines[0].startswith("cannot read the image 'birds/")
+    assert list(gallery.roots.read()) == ["photos"]
+
+
 def test_indexing_again_repairs_damage(gallery, photos, tmp_path):
     index_folder(gallery, photos)
     expected = state(gallery.engine)

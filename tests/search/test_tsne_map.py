@@ -30,7 +30,9 @@ def gallery(run, tmp_path):
 def drawn(monkeypatch):
     """How often a map was drawn."""
     calls, draw = [], idml.search.tsne_map._compute
-    monkeypatch.setattr(idml.search.tsne_map, "_compute", lambda units: calls.append(len(units)) or draw(units))
+    monkeypatch.setattr(
+        idml.search.tsne_map, "_compute", lambda units, check: calls.append(len(units)) or draw(units, check)
+    )
     return calls
 
 
@@ -120,3 +122,20 @@ def test_maps_of_milvus_galleries_are_cached(gallery, tmp_path, monkeypatch, dra
     assert gallery_map(gallery) == gallery_map(gallery)
     assert drawn == [5]
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_map_that_nobody_waits_for_ends(gallery, tmp_path):
+    embeddings, labels = cloud(4, 15, noise=0.1)
+    gallery.add_embedded(as_items(labels.tolist()), embeddings)
+    calls = []
+
+    def check():
+        calls.append(1)
+        if len(calls) == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        gallery_map(gallery, check=check)
+    assert len(calls) == 3
+    assert not (tmp_path / "g" / "map.json").exists()
+    assert len(gallery_map(gallery)) == 60

@@ -14,6 +14,7 @@ import idml.search.tsne_map
 from idml.search.gallery import Gallery
 from idml.search.tsne_map import Point
 from idml.server.limits import Limits
+from idml.server.responses import ApiError
 from idml.server.security import Keys
 
 
@@ -46,7 +47,7 @@ def test_gallery_info(client, gallery):
 
 def test_the_map_is_computed_while_clients_ask_again(gallery, monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: go_on.wait() and [])
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery, check: go_on.wait() and [])
     with client_of(gallery, limits=Limits(map_seconds=0.01)) as client:
         for _ in range(3):
             response = client.get("/api/map")
@@ -58,10 +59,31 @@ def test_the_map_is_computed_while_clients_ask_again(gallery, monkeypatch):
         assert response.json() == {"points": []}
 
 
+def test_the_end_of_the_service_ends_the_map(gallery, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    def draw(gallery, check):
+        begun.set()
+        try:
+            while True:
+                check()
+                time.sleep(0.01)
+        except ApiError:
+            ended.set()
+            raise
+
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", draw)
+    with client_of(gallery, limits=Limits(map_seconds=0.01)) as client:
+        assert client.get("/api/map").status_code == 202
+        assert begun.wait(60)
+        assert not ended.is_set()
+    assert ended.wait(60)
+
+
 def test_map(client, monkeypatch):
     made = []
 
-    def draw(gallery):
+    def draw(gallery, check):
         made.append(time.sleep(0.2))
         return [Point(item.id, n / 12, float("nan"), item.label, 0.5) for n, item in enumerate(gallery.items())]
 
@@ -81,9 +103,9 @@ def test_map(client, monkeypatch):
 
 
 def test_a_failed_map_is_computed_again(client, monkeypatch):
-    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: 1 / 0)
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery, check: 1 / 0)
     assert client.get("/api/map").status_code == 500
-    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery: [])
+    monkeypatch.setattr(idml.search.tsne_map, "gallery_map", lambda gallery, check: [])
     assert client.get("/api/map").json() == {"points": []}
 
 

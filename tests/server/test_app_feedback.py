@@ -1,12 +1,13 @@
 """Judgements about answers over HTTP: kept, listed, deleted; and pictures that give nothing away."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from PIL import Image
-from service_client import client_of, identity, made_gallery, picture, said
+from service_client import client_of, identity, made_gallery, picture, said, search
 
-from idml.search.feedback import read_feedback
+from idml.search.feedback import delete_feedback, read_feedback
 
 
 def judge(client, verdict, image=None, **fields):
@@ -66,10 +67,30 @@ def test_bad_judgements_are_one_line(client, gallery, tmp_path, tiny_run):
             assert judge(reader, "right").status_code == 403
 
 
-def test_a_damaged_file_of_judgements_is_named(gallery, tmp_path):
-    (tmp_path / "gallery" / "feedback.json").write_text('{"judgements": [{"id": 3}]}')
+def test_a_damaged_file_of_judgements_is_named(client, gallery, tmp_path, caplog):
+    """Only what needs the judgements is refused."""
+    file, words = tmp_path / "gallery" / "feedback.json", "what this needs of the gallery is damaged; the server's log"
+    file.write_text('{"judgements": [{"id": 3}]}')
     with pytest.raises(ValueError, match=r"feedback\.json is damaged"):
         read_feedback(gallery.location, gallery.engine.properties)
+    assert client.get("/api/gallery").json()["feedback"] is None
+    assert "feedback.json is damaged" in caplog.text
+    for answer in (client.get("/api/feedback"), client.delete("/api/feedback/00"), judge(client, "right")):
+        assert (answer.status_code, said(answer)[: len(words)]) == (503, words)
+    assert search(client, picture(7)).status_code == 200
+    assert delete_feedback(gallery.location, gallery.engine.properties) == 0
+    assert judge(client, "right").status_code == 201
+    assert client.get("/api/gallery").json()["feedback"] == 1
+
+
+def test_damaged_folders_of_images(client, gallery, tmp_path):
+    id = identity(picture(7))
+    gallery.engine.add([replace(gallery.get(id), path="photos/7.png")], gallery.engine.embeddings([id]))
+    (tmp_path / "gallery" / "roots.json").write_text("{")
+    answer = client.get(f"/api/items/{id}/image")
+    assert answer.status_code == 503
+    assert "is damaged" in said(answer)
+    assert search(client, picture(7)).json()["results"][0]["id"] == id
 
 
 def test_served_pictures_are_upright_and_without_metadata(client):

@@ -29,8 +29,8 @@ def decode(file, name, **options):
             time.sleep(1000)
         case b"crash":
             os.abort()
-        case b"key":
-            raise decoder_main.RefusedImage("content", str("IDML_API_KEY" in os.environ))
+        case b"environment":
+            raise decoder_main.RefusedImage("content", " ".join(sorted(os.environ)))
         case _:
             return real(file, name, **options)
 decoder_main.decode_with_format = decode
@@ -41,7 +41,7 @@ decoder_main.main()
 
 @pytest.fixture
 def special(monkeypatch):
-    """Decoder processes that obey the words hang, crash and key."""
+    """Decoder processes that obey the words hang, crash and environment."""
     monkeypatch.setattr(decoder_process, "COMMAND", (sys.executable, "-c", SPECIAL))
 
 
@@ -105,9 +105,13 @@ def test_memory_of_a_decoder_is_bounded(special):
     run(work)
 
 
-def test_a_decoder_knows_no_key(special, monkeypatch):
-    monkeypatch.setenv("IDML_API_KEY", "secret")
-    assert run(lambda decoders: refusal(decoders, b"key")) == (422, "False")
+def test_a_decoder_knows_no_key_and_no_token(special, monkeypatch):
+    for name in ("IDML_API_KEY", "IDML_MILVUS_TOKEN", "AWS_SECRET", "HOME_PASSWORD", "LC_ALL"):
+        monkeypatch.setenv(name, "C")
+    status, names = run(lambda decoders: refusal(decoders, b"environment"))
+    assert status == 422
+    assert "LC_ALL" in names.split()
+    assert not {"IDML_API_KEY", "IDML_MILVUS_TOKEN", "AWS_SECRET", "HOME_PASSWORD"} & {*names.split()}
 
 
 def test_decoded_images_held_at_once_are_bounded():

@@ -353,3 +353,20 @@ def test_a_connection_that_the_server_has_closed():
         raise LocalProtocolError("already answered")
 
     assert Asked(send=closed).metrics.requests == [("GET", "/a/{pattern}", 200)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 65536, 65537, 200_000])
+def test_a_long_body_is_sent_in_parts(length):
+    """The deadline for a client that reads nothing begins anew with each part: a slow client that reads is served."""
+    body = bytes(range(256)) * (length // 256 + 1)
+
+    async def app(scope, receive, send):
+        await send(START)
+        await send({"type": "http.response.body", "body": body[:length], "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+
+    _, *parts = Asked(app).sent
+    assert b"".join(part["body"] for part in parts) == body[:length] + b"end"
+    assert max(len(part["body"]) for part in parts) <= 65536
+    assert len(parts) == max(1, -(-length // 65536)) + 1
+    assert [part.get("more_body", False) for part in parts] == [True] * (len(parts) - 1) + [False]

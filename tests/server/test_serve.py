@@ -447,6 +447,27 @@ def test_a_signal_during_a_request(tmp_path, tiny_run):
         assert len(gallery) == 12
 
 
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_the_end_for_programs(tmp_path, tiny_run, sent, status):
+    """With --json the last line of standard output is one object, whatever signal ends the service."""
+    place = tmp_path / "gallery"
+    made_gallery(place, tiny_run).close()
+    command = [sys.executable, "-m", "idml.cli", "serve", str(place), "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        server = Live(process)
+        process.send_signal(sent)
+        assert process.wait(120) == status
+        (line,) = process.stdout.read().splitlines()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+    address = f"http://127.0.0.1:{server.port}/"
+    assert json.loads(line) == {"gallery": str(place), "address": address, "ended": sent.name}
+
+
 def test_a_signal_while_decoders_hang(tmp_path, tiny_run):
     """A restart under load: whatever the decoders do, the service ends, and nothing of the gallery is lost."""
     place = tmp_path / "gallery"

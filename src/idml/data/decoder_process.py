@@ -10,6 +10,7 @@ libraries it imports Pillow alone. It reads jobs from a socket (its standard inp
 
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -22,6 +23,7 @@ from PIL import Image
 
 COMMAND = (sys.executable, "-m", "idml.data.decoder_main")
 _BAND = 1 << 22  # bytes of pixels that are copied at a time
+_INHERITED = re.compile("PATH|HOME|LANG|LC_[A-Z]+|PYTHON[A-Z_]*|LD_LIBRARY_PATH|TMPDIR|SYSTEMROOT")  # no key or token
 READY = b"ready"
 JOB = struct.Struct(">QII")
 
@@ -114,7 +116,7 @@ class _Child:
         self.ready = False
         self._lock = threading.RLock()
         self._channel, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if not name.endswith("_KEY")}
+        environment = {name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)}
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
 

@@ -325,6 +325,11 @@ def _decode_elsewhere(data: bytes, name: str, min_side: int) -> Decoded:
         except DecoderDied:
             reason = f"decoding crashed, or took more than {DECODE_SECONDS:g} seconds"
             raise RefusedImage("content", f"cannot read the image {name!r}: {reason}") from None
+        except RefusedImage:
+            raise
+        except BaseException:
+            process.kill()  # its reply was not read: the next image would get this picture
+            raise
         finally:
             timer.cancel()
             pool.idle.append(process)

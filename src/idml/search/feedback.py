@@ -21,7 +21,7 @@ import torch
 from idml.calibration.evidence import ROUNDING
 from idml.embeddings import Embeddings
 from idml.files import lock_file, write_atomic
-from idml.search.engines import Properties
+from idml.search.engines import DamagedGallery, Properties
 from idml.search.gallery import Location, is_milvus
 from idml.search.gallery_folder import FEEDBACK
 
@@ -87,14 +87,20 @@ def read_feedback(location: Location, properties: Properties) -> list[Feedback]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{path} is damaged: delete it, or restore it from a backup") from None
+        raise DamagedGallery(f"{path} is damaged: delete it, or restore it from a backup") from None
 
 
 def delete_feedback(location: Location, properties: Properties, ids: Sequence[str] | None = None) -> int:
-    """Delete judgements, or all of them; return how many there were."""
+    """Delete judgements, or all of them, also damaged ones; return how many could be read."""
     path = _path(location)
     with lock_file(path.with_name(f".{FEEDBACK}.lock")):
-        before = read_feedback(location, properties)
+        try:
+            before = read_feedback(location, properties)
+        except DamagedGallery:
+            if ids is not None:
+                raise
+            before = []
+            path.unlink()
         kept = [] if ids is None else [one for one in before if one.id not in ids]
         if len(kept) < len(before):
             _write(path, kept)

@@ -36,6 +36,7 @@ from idml.search.gallery_folder import (
     MissingMap,
     copy_model,
     find_model,
+    lock_creation,
     update_model_files,
 )
 from idml.search.results import AnswerContext, GalleryChanged, Reply, Result, build_replies, check_count
@@ -174,10 +175,14 @@ class Gallery:
         if gallery_exists(location):
             raise ValueError(f"there is already a gallery at {location}")
         embedder = open_embedder(run, runtime=runtime, images=MANY)
-        if not is_milvus(location):
-            copy_model(run, Path(location))  # first: a kill then leaves no gallery, not one without a model
         properties = Properties(embedder.fingerprint, embedder.dimensions, embedder.uncertainty)
-        return cls(location, create_engine(location, properties), embedder, None, writable=True)
+        if is_milvus(location):
+            return cls(location, create_engine(location, properties), embedder, None, writable=True)
+        with lock_creation(Path(location)):
+            if gallery_exists(location):  # somebody else made one while the model was opened: its model must stay
+                raise ValueError(f"there is already a gallery at {location}")
+            copy_model(run, Path(location))  # first: a kill then leaves no gallery, not one without a model
+            return cls(location, create_engine(location, properties), embedder, None, writable=True)
 
     @classmethod
     def open(

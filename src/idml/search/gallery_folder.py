@@ -24,12 +24,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from idml.files import lock_file, sync_folder, write_atomic
 from idml.model.backbones import PACKAGED
 from idml.model.model import FILE, LEARNED, PRETRAINED, resolve_model
 from idml.model.onnx import ONNX
 from idml.model.weight_sources import SOURCE
+from idml.search.engines import DamagedGallery
 from idml.search.uploads import EXTENSIONS
 
 MODEL = "model"
@@ -53,6 +55,12 @@ def run_folder(run: str | Path) -> Path:
     """Return the folder of a run, given the folder, its model file or ``timm:NAME``."""
     run = resolve_model(run)
     return Path(run) if Path(run).is_dir() else Path(run).parent
+
+
+def lock_creation(folder: Path) -> BinaryIO:
+    """Make a folder and lock the creation of a gallery in it, until the returned file is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return lock_file(folder / ".create.lock")
 
 
 def copy_model(run: str | Path, folder: Path) -> None:
@@ -149,15 +157,15 @@ class ImageRoots:
         except FileNotFoundError:
             return {}
         except (ValueError, RecursionError):
-            raise ValueError(f"{path} is damaged: it is not JSON") from None
+            raise DamagedGallery(f"{path} is damaged: it is not JSON") from None
         if isinstance(roots, dict) and isinstance(roots.get("folders"), dict):
             if roots.keys() != {"folders", "checksum"} or roots["checksum"] != _checksum(roots["folders"]):
-                raise ValueError(
+                raise DamagedGallery(
                     f"{path} is damaged: its checksum does not fit the folders; docs/search.md has a remedy"
                 )
             roots = roots["folders"]
         if not isinstance(roots, dict) or not all(isinstance(root, str) for root in roots.values()):
-            raise ValueError(f"{path} is damaged: it should name folders")
+            raise DamagedGallery(f"{path} is damaged: it should name folders")
         return roots
 
     def register(self, folder: str) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from idml.data.images import decode_image
 from idml.data.layouts import EXTENSIONS, describe_others, format_count
 from idml.embeddings import Embeddings
 from idml.parallel import run_in_threads, run_on_cores
@@ -59,6 +60,7 @@ def index_folder(
 
     An image whose bytes are unchanged is not embedded again and keeps its label, even one that was set by hand. An
     image that cannot be decoded is skipped with a note. A file that cannot be read now gets a note, and its item stays.
+    If not one image can be read, that is a ``ValueError`` and nothing changes.
 
     Args:
         gallery: open for writing.
@@ -70,8 +72,8 @@ def index_folder(
         raise ValueError(f"the gallery {gallery.location} is open for reading only")
     root = _find_root(folder)
     listing = list_images(root, None if gallery.roots is None else gallery.roots.folder)
-    if not listing.names and gallery.roots is not None and root not in gallery.roots.read().values():
-        raise ValueError(_no_image(folder, listing))  # before the folder is registered
+    if gallery.roots is not None and root not in gallery.roots.read().values():
+        _require_image(folder, root, listing, note)  # before the folder is registered
     prefix = f"{_root_name(gallery, root)}/"
     before = {item.path: item for item in gallery.items() if item.path.startswith(prefix)}
     if before and not listing.names:
@@ -87,23 +89,45 @@ def index_folder(
     indexer.add_files(listing.names)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"the folder {str(folder)!r} is gone; what was read is kept, nothing was removed")
-    unreadable = tuple(prefix + name for name in listing.unreadable)
-    gone = [item.id for path, item in before.items() if path not in indexer.seen and not path.startswith(unreadable)]
-    removed = gallery.remove(gone) if gone else 0
     for line in listing.notes:
         note(line)
     if indexer.broken > _MAX_NAMED:
         note(f"… {indexer.broken - _MAX_NAMED} more images cannot be read")
+    if indexer.broken == len(listing.names):
+        raise ValueError(_none_readable(folder, indexer.broken))
+    unreadable = tuple(prefix + name for name in listing.unreadable)
+    gone = [item.id for path, item in before.items() if path not in indexer.seen and not path.startswith(unreadable)]
+    removed = gallery.remove(gone) if gone else 0
     return Indexed(
         indexer.new, indexer.replaced, indexer.unchanged, removed, indexer.broken, skipped=len(listing.others)
     )
 
 
-def check_folder(folder: Path) -> None:
-    """Raise an error of one line unless there is an image in the folder or below it."""
-    listing = list_images(_find_root(folder), None)
+def check_folder(folder: Path, note: Note = silent) -> None:
+    """Raise an error of one line unless an image in the folder or below it can be read; ``note`` gets the reasons."""
+    root = _find_root(folder)
+    _require_image(folder, root, list_images(root, None), note)
+
+
+def _require_image(folder: Path, root: str, listing: "Listing", note: Note) -> None:
     if not listing.names:
         raise ValueError(_no_image(folder, listing))
+    reasons: list[str] = []
+    for name in listing.names:
+        try:
+            decode_image(os.path.join(root, name), name)
+            return
+        except (ValueError, OSError) as error:
+            reasons.append(str(error))
+    for line in reasons[:_MAX_NAMED]:
+        note(line)
+    if len(reasons) > _MAX_NAMED:
+        note(f"… {len(reasons) - _MAX_NAMED} more images cannot be read")
+    raise ValueError(_none_readable(folder, len(reasons)))
+
+
+def _none_readable(folder: Path, tried: int) -> str:
+    return f"no image in {str(folder)!r} can be read ({tried:,} tried); nothing was changed"
 
 
 def _find_root(folder: Path) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from heapq import nsmallest
 from pathlib import Path
@@ -33,11 +33,11 @@ class Point(NamedTuple):
     level: float
 
 
-def gallery_map(gallery: Gallery, limit: int = 3000) -> list[Point]:
+def gallery_map(gallery: Gallery, limit: int = 3000, check: Callable[[], None] = lambda: None) -> list[Point]:
     """Compute the map of up to ``limit`` items, chosen at random.
 
     The map is stored in the gallery's folder, or in the cache for Milvus, until one of these items changes. Labels are
-    always the current ones.
+    always the current ones. ``check`` is called now and then: an error that it raises ends the work.
     """
     if limit < 1:
         raise ValueError(f"a map needs at least one item, got limit={limit}")
@@ -50,7 +50,7 @@ def gallery_map(gallery: Gallery, limit: int = 3000) -> list[Point]:
         path = (cache_folder() / f"map-{version}.json") if gallery.roots is None else gallery.roots.folder / MAP
         coordinates = _read(path, version, len(ids))
         if coordinates is None:
-            coordinates = _compute(units) if ids else []
+            coordinates = _compute(units, check) if ids else []
             _store(path, version, coordinates)
     return [
         Point(item.id, x, y, item.label, level) for item, (x, y), level in zip(chosen, coordinates, levels, strict=True)
@@ -84,9 +84,9 @@ def _store(path: Path, version: str, coordinates: Sequence[tuple[float, float]])
         write_atomic(path, json.dumps({"key": version, "places": coordinates}).encode())
 
 
-def _compute(units: Tensor) -> list[tuple[float, float]]:
+def _compute(units: Tensor, check: Callable[[], None]) -> list[tuple[float, float]]:
     different = len(units.unique(dim=0))
-    xy = _circle(len(units)) if len(units) < 4 or different < 2 else tsne_positions(units.numpy())
+    xy = _circle(len(units)) if len(units) < 4 or different < 2 else tsne_positions(units.numpy(), check)
     if not np.isfinite(xy).all():
         xy = _circle(len(units))
     low, high = xy.min(axis=0), xy.max(axis=0)

@@ -15,7 +15,6 @@ _MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-_CHUNK = 1 << 16
 
 
 # -------------------- JSON and errors --------------------

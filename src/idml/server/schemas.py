@@ -1,17 +1,19 @@
 """The JSON objects that the service returns, as OpenAPI documents them."""
 
+import logging
 from typing import Literal, get_args
 
 from pydantic import BaseModel
 
 from idml.calibration.risk_control import RiskGuarantee
-from idml.search.engines import Item
+from idml.search.engines import DamagedGallery, Item
 from idml.search.feedback import Feedback, read_feedback
 from idml.search.gallery import Gallery
 from idml.search.results import Reply, Result
 from idml.search.tsne_map import Point
 from idml.server.responses import json_number, json_text
 
+log = logging.getLogger("idml.server")
 Reranker = Literal["diml"]
 
 
@@ -61,8 +63,9 @@ class GalleryInfo(BaseModel):
     chance here. ``drift`` says why nothing is guaranteed any more although there is a calibration: the gallery has
     changed, or too many of the latest queries are unknown. ``growth`` describes a small change of size that guarantees
     cover; both are empty otherwise. ``queries``: what the queries of the calibration were. ``feedback``: how many
-    judgements are kept; null if none can be. ``rerankers``: the values of ``rerank`` that a search accepts here; none
-    if the gallery has no position maps. ``writable`` says whether the sender of the request may change the gallery.
+    judgements are kept; null if none can be or their file is damaged. ``rerankers``: the values of ``rerank`` that a
+    search accepts here; none if the gallery has no position maps. ``writable`` says whether the sender of the request
+    may change the gallery.
     """
 
     name: str
@@ -101,11 +104,22 @@ class GalleryInfo(BaseModel):
             growth=status.growth,
             level_speaks=status.level_speaks,
             queries=json_text(status.queries),
-            feedback=None if gallery.roots is None else len(read_feedback(gallery.location, gallery.engine.properties)),
+            feedback=count_feedback(gallery),
             rerankers=available_rerankers(gallery),
             writable=status.writable,
             promises=[Guarantee.of(guarantee) for guarantee in gallery.guarantees()],
         )
+
+
+def count_feedback(gallery: Gallery) -> int | None:
+    """Return how many judgements are kept; None in Milvus, which keeps none, and if their file is damaged."""
+    if gallery.roots is None:
+        return None
+    try:
+        return len(read_feedback(gallery.location, gallery.engine.properties))
+    except DamagedGallery as error:
+        log.warning("judgements cannot be read: %s", error)
+        return None
 
 
 def available_rerankers(gallery: Gallery) -> list[Reranker]:

@@ -48,6 +48,7 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 _INTERNAL_ERROR = ApiError(500, "internal error, see the server's log")
+_CHUNK = 1 << 16  # bytes of a response that are sent at a time
 _PAGES = ("/", "/docs")
 _PUBLIC = (*_PAGES, "/api/health", "/openapi.json")
 SAFE = ("GET", "HEAD")
@@ -247,7 +248,10 @@ class _Body:
 
 
 class _Response:
-    """Sends the response: remembers its status and adds the security headers."""
+    """Sends the response: remembers its status, adds the security headers, and divides a long body.
+
+    Each part waits until the client has read most of the part before: its deadline is that of a part, not of the whole.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._policy = _PAGE if scope["path"] in _PAGES or scope["path"].startswith("/static/") else _DATA
@@ -262,8 +266,15 @@ class _Response:
             headers["content-security-policy"] = self._policy
             for name, value in _HEADERS.items():
                 headers[name] = value
-        elif message["type"] == "http.response.body" and self.method == "HEAD":
-            message = {**message, "body": b""}
+        elif message["type"] == "http.response.body":
+            body, place = b"" if self.method == "HEAD" else message.get("body", b""), 0
+            while len(body) - place > _CHUNK:
+                await self._pass_on({**message, "body": body[place : place + _CHUNK], "more_body": True})
+                place += _CHUNK
+            message = {**message, "body": body[place:]}
+        await self._pass_on(message)
+
+    async def _pass_on(self, message: Message) -> None:
         with suppress(LocalProtocolError):  # uvicorn has answered a malformed body itself and closes the connection
             await self._send(message)
 

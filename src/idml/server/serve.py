@@ -4,9 +4,12 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -34,6 +37,7 @@ def serve(
     runtime: Runtime = "auto",
     limits: Limits | None = None,
     note: Note = _print_note,
+    ended: Callable[[dict[str, str]], object] | None = None,
 ) -> None:
     """Serve a gallery and the page until SIGTERM or SIGINT; then finish open requests and close the gallery.
 
@@ -48,6 +52,8 @@ def serve(
         runtime: the library that runs the model.
         limits: for clients and requests.
         note: called with the address of the service and other lines for the user.
+        ended: called when the gallery is closed, with its place, the address, and the signal that ended the service.
+            The signal is then raised again.
     """
     limits = limits or Limits()
     keys = Keys.from_environment(os.environ)
@@ -76,10 +82,21 @@ def serve(
         words = "everybody on this machine may read and change it" if keys.open else "a key is needed"
 
         class Server(uvicorn.Server):
+            ended_by = ""
+
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 if self.started:
                     note(f"{location} is served at {address} ({words}); Ctrl-C ends it")
+
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                super().handle_exit(sig, frame)
+                self.ended_by = signal.Signals(sig).name
+
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().shutdown(sockets)
+                if ended is not None:
+                    ended({"gallery": str(location), "address": address, "ended": self.ended_by})
 
         Server(config).run([listener])
 

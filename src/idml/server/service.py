@@ -26,7 +26,7 @@ from idml.data.images import MAX_SIDE
 from idml.data.metadata import write_again
 from idml.search import tsne_map
 from idml.search.answers import RiskTargets
-from idml.search.engines import Item
+from idml.search.engines import DamagedGallery, Item
 from idml.search.feedback import Feedback, add_feedback, delete_feedback, read_feedback
 from idml.search.gallery import Gallery
 from idml.search.gallery_folder import MissingMap
@@ -152,6 +152,8 @@ class Service:
                     found=found,
                     label=label,
                 )
+            except DamagedGallery:
+                raise
             except ValueError as error:
                 raise ApiError(409, str(error)) from None  # the label contradicts the verdict
 
@@ -195,6 +197,8 @@ class Service:
         try:
             with self._working():
                 return work()
+        except DamagedGallery as error:
+            raise _damaged(error) from None
         except OSError:
             log.exception("a change was not stored")
             raise ApiError(507, "this could not be stored (a full disk?); the server's log says why") from None
@@ -266,11 +270,16 @@ class Service:
             raise shutting_down()
         if self._map is None or self._map[0] != self._version or (self._map[1].done() and self._map[1].exception()):
             self._map = self._version, asyncio.ensure_future(self._run(self._mapper, self._compute_map))
+            self._map[1].add_done_callback(lambda map: map.cancelled() or map.exception())  # perhaps nobody waits
         done, _ = await asyncio.wait([self._map[1]], timeout=self._limits.map_seconds)
         return self._map[1].result() if done else None
 
     def _compute_map(self) -> list[MapPoint]:
-        return [MapPoint.of(point) for point in tsne_map.gallery_map(self.gallery)]
+        def check() -> None:
+            if not self._open:
+                raise shutting_down()
+
+        return [MapPoint.of(point) for point in tsne_map.gallery_map(self.gallery, check=check)]
 
     def _get_item(self, id: str) -> Item:
         item = self.gallery.get(id) if _ID.fullmatch(id) else None
@@ -347,12 +356,19 @@ class Service:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Refuse a request if the gallery cannot be read now: a Milvus server that is down may be there again soon."""
+    """Refuse a request if the gallery is damaged, or cannot be read now: a Milvus server may be there again soon."""
     try:
         yield
+    except DamagedGallery as error:
+        raise _damaged(error) from None
     except OSError as error:
         log.warning("the gallery cannot be read: %s", error)
         raise ApiError(503, "the gallery cannot be read now; the server's log says why", retry_after=1) from None
+
+
+def _damaged(error: DamagedGallery) -> ApiError:
+    log.warning("the gallery is damaged: %s", error)
+    return ApiError(503, "what this needs of the gallery is damaged; the server's log says what")
 
 
 @contextmanager

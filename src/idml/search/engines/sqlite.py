@@ -51,6 +51,7 @@ from idml.search.engines.sqlite_storage import (
     DATABASE,
     ITEM_COLUMNS,
     WAIT,
+    Connection,
     ItemTable,
     Numbers,
     Row,
@@ -84,7 +85,7 @@ class SqliteEngine(Engine):
     def __init__(self, path: Path, *, write: bool) -> None:
         self.path, self.file, self._write = path, path / DATABASE, write
         self._mutex = threading.RLock()
-        self._connection: sqlite3.Connection | None = None
+        self._connection: Connection | None = None
         self._closed = False
         self._version = -1  # SQLite's data_version when the state was last read
         self._table: ItemTable | None = None
@@ -352,6 +353,10 @@ class SqliteEngine(Engine):
             connection.execute("BEGIN")
             try:
                 yield connection, self._sync(connection)
+            except (DamagedGallery, sqlite3.DatabaseError):
+                if connection.is_outdated(self.file):
+                    raise OSError(f"the gallery {self.path} changed while it was read; try again") from None
+                raise
             finally:
                 with suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
@@ -408,8 +413,13 @@ class SqliteEngine(Engine):
         self._table = None
         self._vectors.forget()
 
-    def _connected(self) -> sqlite3.Connection:
+    def _connected(self) -> Connection:
         self._require_open()
+        connection = self._connection
+        if connection is not None and not connection.in_transaction and connection.is_outdated(self.file):
+            self._disconnect()
+            if self._table is not None and not self._table.agrees():
+                self._forget()  # it may have been read while the file changed
         if self._connection is None:
             self._connection, self._version = connect(self.file, write=self._write), -1
         return self._connection

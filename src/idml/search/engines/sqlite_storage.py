@@ -101,7 +101,27 @@ class State(NamedTuple):
         return zlib.crc32(struct.pack("<6q", *self))
 
 
-def connect(file: Path, *, write: bool) -> sqlite3.Connection:
+class Connection(sqlite3.Connection):
+    """A connection; if SQLite takes the file for one that never changes, it remembers how it found the file."""
+
+    found: tuple[int, ...] | None = None
+
+    def is_outdated(self, file: Path) -> bool:
+        """Whether the owner has changed the file all the same; another file in its place does not count."""
+        if self.found is None:
+            return False
+        with suppress(FileNotFoundError):
+            now = _describe(file)
+            return now[0] == self.found[0] and now != self.found
+        return False
+
+
+def _describe(file: Path) -> tuple[int, ...]:
+    stat = os.stat(file)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, Path(f"{file}-wal").exists()
+
+
+def connect(file: Path, *, write: bool) -> Connection:
     """A connection to the database of a gallery; anything else is refused."""
     try:
         return _open(file, "mode=rw", write=write)
@@ -115,13 +135,22 @@ def connect(file: Path, *, write: bool) -> sqlite3.Connection:
             raise OSError(
                 f"cannot read the gallery {file.parent}: {log.name} holds changes, and its folder is read-only"
             ) from None
-    return _open(file, "mode=ro&immutable=1", write=False)  # nobody can change it here
+    return connect_immutable(file)
 
 
-def _open(file: Path, options: str, *, write: bool) -> sqlite3.Connection:
+def connect_immutable(file: Path) -> Connection:
+    """A connection for a folder that cannot be written: there SQLite reads only what it takes for unchangeable."""
+    found = _describe(file)  # before it is opened: a change at that moment is noticed
+    connection = _open(file, "mode=ro&immutable=1", write=False)
+    connection.found = found
+    return connection
+
+
+def _open(file: Path, options: str, *, write: bool) -> Connection:
     connection = sqlite3.connect(
-        f"{file.absolute().as_uri()}?{options}", uri=True, timeout=WAIT, isolation_level=None, check_same_thread=False
-    )
+        f"{file.absolute().as_uri()}?{options}", uri=True, timeout=WAIT, isolation_level=None, check_same_thread=False,
+        factory=Connection,
+    )  # fmt: skip
     try:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
         for setting in (
