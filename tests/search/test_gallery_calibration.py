@@ -75,6 +75,9 @@ def test_each_image_is_a_query_without_itself_and_without_its_class(labelled, fi
     assert calibrate_gallery(place, unknown=0.0)["counted_classes"] == 0
     all_known = Calibration.load(place / "calibration.json")
     assert all_known.unknown == 0
+    assert "half of the classes" in report
+    assert "half of the images" in (place / "calibration.html").read_text()
+    assert fitted[0].classes is None  # every class is asked
     assert all_known.counts.total < n  # about half of the known queries; unknown ones have no weight then
 
 
@@ -136,6 +139,7 @@ def test_the_users_own_queries(run, tmp_path, fitted):
     result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked", unknown=0.1)
     assert (result["known_queries"], result["unknown_queries"]) == (60, 30)
     assert result["queries"] == "90 images in asked, 30 of them of 30 unknown classes"
+    assert fitted[0].classes == 12
     (tmp_path / "asked" / "other60" / "0.png").unlink()  # half of 29 may be fewer than 10
     result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked")
     assert (result["known_queries"], result["unknown_queries"]) == (60, 89)
@@ -268,6 +272,7 @@ def test_without_labels_changed_copies_are_the_queries(run, tmp_path, fitted):
     assert (result["known_queries"], result["unknown_queries"]) == (142, 142)
     assert len(found.queries.labels.unique()) == 70  # near duplicates are one picture
     assert any("shows another picture" in line for line in result["words"])
+    assert "half of the pictures" in (tmp_path / "g" / "calibration.html").read_text()
     assert result["right"] > 100
     assert not bool(found.queries.correct[142:].any())
     (tmp_path / "photos" / "7.png").unlink()

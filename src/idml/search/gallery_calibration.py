@@ -124,7 +124,8 @@ def calibrate_gallery(
     }
     if gallery.roots is not None:
         path = gallery.roots.folder / REPORT
-        fitted = "P(right) was fitted to half of the classes; the promises come from the other half."
+        split = "pictures" if not source.labelled else "classes" if unknown > 0 else "images"
+        fitted = f"P(right) was fitted to half of the {split}; the promises come from the other half."
         level = "‖u‖" if any(calibration.percentiles["level"]) else None  # the pretrained trunk has no u
         intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures, level), *notes]
         write_atomic(path, build_page(f"Calibration of {path.parent.name}", intro, result, {"Figures": figures}))
@@ -318,7 +319,9 @@ def _labelled_queries(
     fresh = _sample((~learned_class).nonzero().flatten(), most, seed)
     parts, words = [], f"{len(fresh):,} images of the gallery, each left out of it, and again with its whole class"
     if len(fresh):
-        pool = QueryPool(source.embeddings[fresh], labels[fresh], source.embeddings, labels, rows=fresh, copies=pictures)
+        pool = QueryPool(
+            source.embeddings[fresh], labels[fresh], source.embeddings, labels, rows=fresh, copies=pictures
+        )
         parts.append(search_known_and_unknown(pool))
     if count and trunk:
         if count == classes:
@@ -377,7 +380,7 @@ def _user_queries(source: GallerySource, folder: Path, unknown: float) -> Calibr
             parts.append(pool[known].search_without_own(listed=LISTED))
         words += "; known ones also without their class, because few classes are unknown"
     parts += _feedback_queries(source)
-    return CalibrationQueries(OpenSetQueries.cat(parts), True, words)
+    return CalibrationQueries(OpenSetQueries.cat(parts), True, words, classes=len(source.names))
 
 
 def _copied_queries(source: GallerySource, originals: int, seed: int) -> CalibrationQueries:
