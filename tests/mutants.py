@@ -36,7 +36,9 @@ GOAL = 0.85
 TESTS = {  # of the modules below src/idml; long tests are left out
     "calibration": "tests/calibration/test_evidence.py tests/calibration/test_cluster_bound.py"
     " tests/calibration/test_risk_control.py"
-    " --deselect=tests/calibration/test_cluster_bound.py::test_promises_are_kept_where_classes_hang_together",
+    " --deselect=tests/calibration/test_cluster_bound.py::test_promises_are_kept_where_classes_hang_together"
+    " --deselect=tests/calibration/test_cluster_bound.py"
+    "::test_classes_that_were_not_counted_break_few_promises_at_nine_tenths_unknown",
     "training": "tests/training/test_checkpoint.py"
     " --deselect=tests/training/test_checkpoint.py::test_one_run_a_directory",
     "server": "tests/server/test_request_guard.py tests/server/test_security_keys.py",

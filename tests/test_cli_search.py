@@ -127,7 +127,11 @@ def test_looking_after_a_gallery(run):
     ids = [item["id"] for item in items[:3]]
     whole = {"items": 240, "missing": []}
     assert result_of(run("gallery", "label", "g", *ids, "--label", "new", "--json")) == {"changed": 3, **whole}
+    assert run.notes[-1] == "no other image has the label 'new'"
+    assert result_of(run("gallery", "label", "g", ids[0], "--label", "new", "--json")) == {"changed": 0, **whole}
+    assert run.notes == []
     assert result_of(run("gallery", "label", "g", ids[0], "--json")) == {"changed": 1, **whole}
+    assert run.notes == []
     labels = {item["id"]: item["label"] for item in result_of(run("gallery", "list", "g", "--json"))["items"]}
     assert [labels[id] for id in ids] == [None, "new", "new"]
     status, out, (line,) = run("gallery", "remove", "g", *ids, "unknown", "other", "--json")
@@ -150,6 +154,18 @@ def test_looking_after_a_gallery(run):
     assert len(result_of(run("gallery", "list", "g", "--json"))["items"]) == 237
 
 
+@pytest.mark.parametrize("label", ["", "  class00 ", "a\nb", "a\u2028b", "x" * 201])
+@pytest.mark.parametrize(
+    "command", [["gallery", "label", "calibrated", "id"], ["search", "calibrated", "photos/c05/3.png"]]
+)
+def test_labels_that_the_service_refuses_or_changes_are_refused(run, command, label):
+    judged = ["--feedback", "wrong"] if command[0] == "search" else []
+    status, out, (line,) = run(*command, *judged, "--label", label)
+    assert (status, out) == (2, "")
+    assert "a label is" in line
+    assert "nobody has judged" in run("gallery", "feedback", "calibrated")[1]
+
+
 def test_judgements_are_kept_shown_used_and_deleted(run):
     query = "photos/c05/3.png"
     assert "nobody has judged" in run("gallery", "feedback", "calibrated")[1]
@@ -162,6 +178,7 @@ def test_judgements_are_kept_shown_used_and_deleted(run):
     status, _, (line,) = run("search", "calibrated", query, "--feedback", "wrong", "--label", "c05")
     assert (status, line) == (2, "idml search: the answer 'c05' cannot be wrong if it is the right label")
     run("search", "calibrated", query, "--feedback", "wrong", "--label", "new thing")
+    assert "no image of the gallery has the label 'new thing': to a calibration it is an unknown class" in run.notes
     kept = result_of(run("gallery", "feedback", "calibrated", "--json"))["feedback"]
     assert [(one["right"], one["label"], one["query"]) for one in kept] == [
         (True, "c05", "2.png"),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from starlette.requests import Request
 
 from idml.calibration.evidence import Evidence
-from idml.calibration.stored import Calibration
+from idml.calibration.stored import Calibration, Grouping
 from idml.data.images import decode_image
 from idml.model import build_model, load_model, save_model
 from idml.server.responses import ApiError
@@ -36,7 +36,7 @@ EDITS = st.lists(
     max_size=5,
 )
 NUMBERS = st.one_of(
-    st.sampled_from([0, 1, -1, 2**31, 10**30, 1e308, -1e308, 5e-324, 0.5, None, "", "x", [], {}, True]),
+    st.sampled_from([0, 1, -1, 2**31, 10**30, 10**400, 1e308, -1e308, 5e-324, 0.5, None, "", "x", [], {}, True]),
     st.floats(-2, 2),
 )
 
@@ -136,13 +136,20 @@ def test_models(model, edits, changes):
             assert "\n" not in str(error)
 
 
-@pytest.fixture(scope="module")
-def calibration(tmp_path_factory):
+@pytest.fixture(scope="module", params=[None, 0.25, 0.75], ids=["by image", "by class", "by whole classes"])
+def calibration(request, tmp_path_factory):
     torch.manual_seed(0)
-    evidence, lists = Evidence(*torch.rand(5, 60)), torch.rand(60, 5).sort().values
-    same = torch.rand(60, 5) > lists
+    n, options = 60, {}
+    if request.param is not None:
+        n = 240
+        known = torch.arange(n) % 2 == 0
+        options = {"known": known, "groups": torch.arange(n) // 6, "grouping": Grouping(request.param)}
+    evidence, lists = Evidence(*torch.rand(5, n)), torch.rand(n, 5).sort().values
+    same = torch.rand(n, 5) > lists
+    if options:
+        same &= options["known"][:, None]
     path = tmp_path_factory.mktemp("calibration") / "c.json"
-    found = Calibration.fit(evidence, same[:, 0], labelled=False, distances=lists, same_class=same)
+    found = Calibration.fit(evidence, same[:, 0], labelled=False, distances=lists, same_class=same, **options)
     found.save(path)
     return json.loads(path.read_text()), path, evidence
 
@@ -180,6 +187,7 @@ def test_calibrations(calibration, data):
         return
     p = found.probability(evidence)
     assert bool(((p >= 0) & (p <= 1)).all())
-    assert 0 <= found.find_guarantee(0.1).coverage <= 1
+    for rate in (0.01, 0.1, 0.5):
+        assert 0 <= found.find_guarantee(rate).coverage <= 1 + 1e-6
     assert 0 <= found.find_set_guarantee(0.2).coverage <= 1
     assert bool((found.novelty(evidence) > 0).all())

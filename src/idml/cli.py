@@ -534,12 +534,16 @@ def _gallery(options: argparse.Namespace) -> int:
     if action in ("remove", "label"):
         if not options.ids:
             raise ValueError(f"name the items to {action}; 'idml gallery list {place}' shows their ids")
+        _check_label(options.label)
         with Gallery.open(place, run=run, write=True) as gallery:
+            new = action == "label" and _is_new_label(gallery, options.label)
             missing = [id for id in options.ids if id not in gallery.engine] if action == "remove" else []
             relabelled = dict.fromkeys(options.ids, options.label)
             changed = gallery.remove(options.ids) if action == "remove" else gallery.relabel(relabelled)
             result = {"changed": changed, "items": len(gallery), "missing": missing}
         _print_result(result, options.json, [f"{changed:,} changed, {result['items']:,} items"])
+        if new:
+            _print_note(f"no other image has the label {options.label!r}")
         if missing:
             also = f" (nor {len(missing) - 1:,} more of these)" if len(missing) > 1 else ""
             _print_note(
@@ -579,6 +583,18 @@ def _gallery(options: argparse.Namespace) -> int:
             lines = [f"{freed:,} removed items freed, {len(engine):,} items"]
             _print_result({"changed": freed, "items": len(engine)}, options.json, lines)
     return 0
+
+
+def _check_label(label: str | None) -> None:
+    """Refuse a label that the API would refuse or change."""
+    from idml.search.uploads import clean_label
+
+    if label is not None and (label == "" or clean_label(label) != label):
+        raise ValueError(f"a label is not empty and has no spaces at its ends, got {label!r}")
+
+
+def _is_new_label(gallery: Any, label: str | None) -> bool:
+    return label is not None and all(item.label != label for item in gallery.items())
 
 
 def _check_action(options: argparse.Namespace) -> None:
@@ -659,6 +675,7 @@ def _search(options: argparse.Namespace) -> int:
         raise ValueError("--label says what an image shows whose answer is wrong: use it with --feedback wrong")
     if options.rerank is not None and options.feedback is not None:
         raise ValueError("--feedback judges answers for the next calibration, which is one without --rerank")
+    _check_label(options.label)
     targets = RiskTargets(max_error=options.max_error, max_missed=options.max_missed)
     images = [read_image(path) for path in options.images]
     with Gallery.open(options.place, run=_chosen_model(options), runtime=options.runtime) as gallery:
@@ -705,6 +722,8 @@ def _keep_feedback(options: argparse.Namespace, gallery: Any, queries: Any, repl
             shown = found if right else options.label
             words = f"it does not show {found!r}" if shown is None else f"it shows {shown!r}"
             _print_note(f"kept about {path}: {words}")
+    if _is_new_label(gallery, options.label):
+        _print_note(f"no image of the gallery has the label {options.label!r}: to a calibration it is an unknown class")
     if status.labelled < status.items:
         _print_note("a calibration uses judgements only if every image of the gallery has a label")
     elif not right and options.label is None:

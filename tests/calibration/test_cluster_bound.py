@@ -2,10 +2,12 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from scipy.special import betainc
 from scipy.stats import binom, t
 
 from idml.calibration.cluster_bound import ClusterMoments
@@ -66,10 +68,7 @@ def test_p_values_are_those_of_loops():
         expected = [loop_p_value(p, correct, known, groups, 0.3, threshold, error) for threshold in thresholds]
         for got, wanted in zip(clustered_p_values(found, error), expected, strict=True):
             assert got >= wanted - 1e-12
-        alone = ClusterMoments.of(
-            p, correct, thresholds, known=known, share=0.3, groups=torch.arange(len(p)), known_by_image=True
-        )
-        by_image = clustered_p_values(alone, error)
+        by_image = clustered_p_values(replace(found, clusters=0), error)
         for got, wanted, other in zip(clustered_p_values(found, error), expected, by_image, strict=True):
             assert got == pytest.approx(max(wanted, other), rel=1e-9, abs=1e-15)
             decided += wanted > other
@@ -115,7 +114,6 @@ def count_broken(classes, *, clustered, share=0.5, error=0.2, draws=80):
         known, right, _ = made(alike, 200, rng)
         held, used = split_queries(len(p), seed=draw, groups=groups)
         thresholds, starts = candidate_thresholds(p[draw_mixture(used, is_known, share, draw)])
-        groups = groups if clustered else torch.arange(len(p))
         moments = ClusterMoments.of(
             p[held],
             correct[held],
@@ -125,6 +123,7 @@ def count_broken(classes, *, clustered, share=0.5, error=0.2, draws=80):
             groups=groups[held],
             known_by_image=True,
         )
+        moments = moments if clustered else replace(moments, clusters=0)
         guarantee = ThresholdCounts.of(p[held], correct[held], thresholds, starts, moments).find_guarantee(error, 0.9)
         if guarantee.threshold is not None:
             x = guarantee.threshold
@@ -141,6 +140,120 @@ def test_promises_are_kept_where_classes_hang_together():
     assert binom.sf(broken - 1, 80, 0.1) > 0.05
     assert binom.sf(naive - 1, 80, 0.1) < 0.01
     assert covered > 0.8 * naive_covered
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_unknown_classes_count_however_many_queries_each_has(each):
+    """With one query a class, queries and classes are as many; that makes the queries no less of few classes."""
+    for classes, possible, approximate in ((9, False, False), (10, True, True), (49, True, True), (50, True, False)):
+        known = torch.arange(400 + classes * each) < 400
+        groups = torch.cat([torch.arange(400) % 100, 100 + torch.arange(classes).repeat(each)])
+        p = torch.where(known, 0.9, 0.1)
+        found = ClusterMoments.of(p, known, [0.5], known=known, share=0.25, groups=groups, known_by_image=True)
+        assert found.clusters == classes
+        guarantee = ThresholdCounts.of(p, known, [0.5], [0], found).find_guarantee(0.05, 0.9)
+        assert (guarantee.possible, guarantee.approximate) == (possible, approximate)
+
+
+def test_the_share_of_known_classes_that_is_counted():
+    """f is 1/2 if all classes are asked; with 40 classes of a larger gallery f is smaller, and V larger."""
+    rng = np.random.default_rng(4)
+    p, correct, known, groups = as_queries(*made(rng.normal(0, 1.5, 40), 6, rng))
+
+    def found(classes):
+        options = {"known": known, "share": 0.3, "groups": groups, "known_by_image": True}
+        moments = ClusterMoments.of(p, correct, [0.9], classes=classes, **options)
+        return np.array(moments.variance[0]), np.array(moments.shared[0])
+
+    (half, both), (all_counted, none), (quarter, more) = found(None), found(40), found(160)
+    np.testing.assert_allclose(found(80)[0], half)
+    np.testing.assert_allclose(quarter - half, (half - all_counted) / 2)
+    np.testing.assert_allclose(none, 0)
+    np.testing.assert_allclose(more, 1.5 * both)
+    np.testing.assert_allclose(found(20)[0], all_counted)  # never more than all
+
+
+# -------------------- more than half of the queries are unknown --------------------
+
+
+def count_broken_by_look_alikes(share, error, classes, look_alike, *, draws=200):
+    """In how many draws a promise is broken by the bound as it is, and without whole classes; how many are made.
+
+    A few unknown classes look like one of the gallery: their P is that of known queries. The others are never answered.
+    """
+    rng, found = np.random.default_rng(7), np.zeros((2, 2), int)
+    for _ in range(draws):
+        tables = []
+        for _ in ("fitted", "counted"):
+            known, right = 0.5 + 0.5 * rng.random((classes, 10)), rng.random((classes, 10)) < 0.999
+            unknown = 0.5 * rng.random((classes, 10)) + 0.5 * (rng.random((classes, 1)) < look_alike)
+            tables.append(as_queries(known, right, unknown))
+        thresholds = np.linspace(0.95, 0.3, 14).tolist()
+        pilot, moments = (
+            ClusterMoments.of(p, correct, thresholds, known=is_known, share=share, groups=groups, known_by_image=True)
+            for p, correct, is_known, groups in tables
+        )
+        for i, change in enumerate(({}, {"unknown": None})):
+            theirs = replace(moments, **change), replace(pilot, **change)
+            guarantee = ThresholdCounts.of(*tables[1][:2], thresholds, [0], *theirs).find_guarantee(error, 0.9)
+            if (x := guarantee.threshold) is not None:
+                answered = 2 * (1 - max(x, 0.5))
+                wrong = share * (look_alike * answered + (1 - look_alike) * 2 * max(0.0, 0.5 - x))
+                total = (1 - share) * answered + wrong
+                found[i] += (wrong + 0.001 * (1 - share) * answered > error * total, 1)
+    return found
+
+
+def test_classes_that_were_not_counted_break_few_promises_at_nine_tenths_unknown():
+    """3 % of the classes look like one of the gallery, 2.8 % may be answered; 100 classes have none in 1 of 20 draws.
+
+    At most 29 of 200 may break by chance where one in ten does.
+    """
+    (broken, _), (before, _) = count_broken_by_look_alikes(0.9, 0.2, 100, 0.03)
+    assert broken <= 29 < before
+    (broken, made), (_, before) = count_broken_by_look_alikes(0.9, 0.2, 200, 0.005, draws=20)
+    assert broken == 0  # where unknown classes are recognised, about as much is promised
+    assert made >= 0.8 * before > 0
+
+
+def test_the_bound_by_whole_classes_by_formula():
+    """Unequal classes count as fewer; an answered class counts by its answered share."""
+    known = torch.arange(1000) < 400
+    groups = torch.cat([torch.arange(400) % 40, 100 + torch.arange(600) % 60])
+    groups[400:430] = 100  # one class has more images
+    correct = known & (torch.arange(1000) >= 4)
+    p = torch.where(known, 0.9, 0.1)
+    p[-9:] = 0.8
+    found = ClusterMoments.of(p, correct, [0.5], known=known, share=0.8, groups=groups, known_by_image=True)
+    sizes = np.bincount(groups[400:].numpy())
+    m = 600**2 / (sizes**2).sum()
+    assert m < 55
+    assert found.unknown.classes == pytest.approx(m)
+    assert found.unknown.answered == pytest.approx((0.8 * 9 / 600,))
+    for error in (0.1, 0.2, 0.5):
+        largest = (error * 0.2 - 0.2 * 0.01) / ((1 - error) * 0.8)
+        k = m * 9 / 600
+        expected = betainc(m - k, k + 1, 1 - largest)
+        without = clustered_p_values(replace(found, unknown=None), error)[0]
+        assert clustered_p_values(found, error) == pytest.approx([max(expected, without)], rel=1e-9)
+        assert expected > without or error == 0.5
+    assert clustered_p_values(found, 0.9) == clustered_p_values(
+        replace(found, unknown=None), 0.9
+    )  # all may be answered
+    half = ClusterMoments.of(p, correct, [0.5], known=known, share=0.5, groups=groups, known_by_image=True)
+    assert half.unknown is None  # measured up to here: nothing changes
+
+
+def test_the_reason_names_the_classes_that_are_missing():
+    known, groups = torch.arange(800) < 400, torch.arange(400).repeat(2) % 100
+    p = known.double()
+    found = ClusterMoments.of(p, known, [0.5], known=known, share=0.9, groups=groups, known_by_image=True)
+    counts = ThresholdCounts.of(p, known, [0.5], [0], found)
+    assert counts.find_guarantee(0.18, 0.9).possible
+    assert counts.find_guarantee(0.05, 0.9).reason == (
+        "cannot promise at most 5 % wrong matches here: the unknown classes count as 100 of equal size, at least 393 "
+        "are needed with 90 % unknown queries; about 18 % could be promised"
+    )
 
 
 def test_shares_and_groups_are_checked():

@@ -67,6 +67,30 @@ def test_a_pool_with_its_own_gallery():
     check_search(pool.search(), queries, labels, gallery, theirs, 10)
 
 
+@pytest.mark.parametrize("depth", [3, 256])
+def test_a_query_finds_no_copy_of_itself(depth):
+    """Copies may have another class. The lists equal those of loops over all images that a query may see."""
+    e, labels = made(80, 5, 3)
+    copies = torch.arange(80) % 30
+    labels[30:45], labels[62] = labels[:15], labels[2]  # some copies have their class, some another one
+    rows = torch.arange(5, 70)
+    pool = QueryPool(e[rows], labels[rows], e, labels, rows=rows, copies=copies, depth=depth)
+    known, alone = pool.search(), pool.search_without_own()
+    every = torch.cdist(e.unit, e.unit)
+    for i, row in enumerate(rows.tolist()):
+        other = copies != copies[row]
+        assert int(pool.visible[i]) == int(other.sum())
+        assert bool(known.known[i]) == bool((other & (labels == labels[row])).any())
+        away = other & (labels != labels[row])
+        assert int(pool.visible_without_own[i]) == int(away.sum())
+        for found, seen in ((known, other), (alone, away)):
+            expected = every[row][seen].sort().values[:10]
+            torch.testing.assert_close(found[i].distances[0], expected, rtol=0, atol=2e-3)
+    assert torch.equal(pool[3:9].search().distances, known.distances[3:9])
+    stranger = QueryPool(e[:2], labels[:2], e, labels, rows=torch.tensor([-1, 0]), copies=copies)
+    assert stranger.visible.tolist() == [80, 77]
+
+
 def test_lists_of_small_galleries_end_early():
     e, labels = made(12, 4)
     found = QueryPool(e, labels).search(without=labels.unique()[:2], listed=15)

@@ -302,7 +302,7 @@ IMPOSSIBLE = {
     "counts.thresholds": [[], lambda x: [-0.5, *x[1:]], lambda x: [*x[:-1], -1.0], lambda x: [x[1] / 2, *x[1:]]],
     "counts.answered": [lambda x: [10**6, *x[1:]], lambda x: [-1, *x[1:]], [], lambda x: x[::-1]],
     "counts.wrong": [lambda x: [-5, *x[1:]], lambda x: [x[0] + 10**6, *x[1:]]],
-    "counts.total": [-1, 0],
+    "counts.total": [-1, 0, 10**400],
     "counts.starts": [[], [10**6], [-1], [2, 1], [0, 0]],
     "novelty_score": ["colour"],
     "percentiles": [{}, lambda x: {**x, "level": []}, lambda x: {**x, "level": [2.0, 1.0]}],
@@ -336,18 +336,41 @@ CLUSTERED = {
     "counts.moments.variance": [lambda x: [[1e308, 0.0, 0.0], *x[1:]], lambda x: x[1:]],
     "counts.moments.shared": [lambda x: [[-1e308, 0.0, 0.0], *x[1:]], []],
     "counts.moments.clusters": [-1, 10**30],
+    "counts.moments.unknown.share": [0.0, -1.0, 5e-324, 1.5],
+    "counts.moments.unknown.classes": [0.0, -1.0, 1e308],
+    "counts.moments.unknown.answered": [lambda x: [-1.0, *x[1:]], lambda x: [*x[:-1], 1.0], []],
 }
+
+
+def fit_grouped(share):
+    """A calibration of 40 classes whose share of unknown queries is ``share``."""
+    groups = torch.arange(240) // 6
+    known = groups % 4 != 0
+    same = (torch.rand(240, 5) > 0.3) & known[:, None]
+    evidence = Evidence(*torch.rand(5, 240))
+    grouping = Grouping(share, known_by_image=False)
+    return Calibration.fit(evidence, same[:, 0], labelled=False, known=known, groups=groups, grouping=grouping)
+
+
+def test_calibrations_of_earlier_programs_open_and_promise_only_what_they_counted():
+    """Before, unknown classes with one query each, and whole classes at more than half unknown, were not counted."""
+    for share, clusters, refused in ((0.25, 3, False), (0.25, 0, True), (0.75, 3, True), (0.0, 0, False)):
+        whole = json.loads(fit_grouped(share).encode())
+        moments = whole["content"]["counts"]["moments"]
+        assert (moments.pop("unknown") is not None) == (share > 0.5)
+        moments["clusters"] = clusters
+        if whole["content"]["counts"]["pilot"] is not None:
+            whole["content"]["counts"]["pilot"].pop("unknown")
+        whole["checksum"] = hashlib.sha256(json.dumps(whole["content"], sort_keys=True).encode()).hexdigest()
+        found = Calibration.decode(json.dumps(whole).encode(), "c.json").find_guarantee(0.05)
+        assert ("did not count its unknown classes; calibrate again" in found.reason) == refused
+        assert not (refused and found.possible)
 
 
 @pytest.mark.parametrize("path", CLUSTERED)
 def test_impossible_sums_over_clusters_are_refused(tmp_path, path):
     """Negative sums of wrong answers would promise what nobody counted."""
-    groups = torch.arange(240) // 6
-    known = groups % 4 != 0
-    same = (torch.rand(240, 5) > 0.3) & known[:, None]
-    evidence = Evidence(*torch.rand(5, 240))
-    grouping = Grouping(0.25, known_by_image=False)
-    found = Calibration.fit(evidence, same[:, 0], labelled=False, known=known, groups=groups, grouping=grouping)
+    found = fit_grouped(0.75 if ".unknown." in path else 0.25)
     for value in CLUSTERED[path]:
         whole = json.loads(found.encode())
         change(whole["content"], path, value)

@@ -1,5 +1,6 @@
 """A gallery calibrated on itself: which queries, against loops over all distances, and what is refused in one line."""
 
+import hashlib
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from idml.calibration import calibrate as figures_of
 from idml.calibration.stored import Calibration
 from idml.search import gallery_calibration
 from idml.search.answers import RiskTargets
+from idml.search.feedback import add_feedback
 from idml.search.gallery import Gallery
 from idml.search.gallery_calibration import calibrate_gallery
 from idml.search.indexing import index_folder
@@ -73,6 +75,9 @@ def test_each_image_is_a_query_without_itself_and_without_its_class(labelled, fi
     assert calibrate_gallery(place, unknown=0.0)["counted_classes"] == 0
     all_known = Calibration.load(place / "calibration.json")
     assert all_known.unknown == 0
+    assert "half of the classes" in report
+    assert "half of the images" in (place / "calibration.html").read_text()
+    assert fitted[0].classes is None  # every class is asked
     assert all_known.counts.total < n  # about half of the known queries; unknown ones have no weight then
 
 
@@ -134,6 +139,7 @@ def test_the_users_own_queries(run, tmp_path, fitted):
     result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked", unknown=0.1)
     assert (result["known_queries"], result["unknown_queries"]) == (60, 30)
     assert result["queries"] == "90 images in asked, 30 of them of 30 unknown classes"
+    assert fitted[0].classes == 12
     (tmp_path / "asked" / "other60" / "0.png").unlink()  # half of 29 may be fewer than 10
     result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked")
     assert (result["known_queries"], result["unknown_queries"]) == (60, 89)
@@ -143,9 +149,107 @@ def test_the_users_own_queries(run, tmp_path, fitted):
     result = calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked", note=notes.append)
     assert (result["known_queries"], result["unknown_queries"]) == (60, 88)
     assert result["queries"].startswith("88 images in asked, 28 of them of 28 unknown classes")
-    assert "other61/0.png" in notes[0]
-    assert notes[1] == "1 of 89 query images were left out: they cannot be read"
+    assert notes[0].startswith("the model does not say which images it has learned from")
+    assert "other61/0.png" in notes[1]
+    assert notes[2] == "1 of 89 query images were left out: they cannot be read"
     assert result["notes"] == notes
+    write_picture(tmp_path / "asked" / "beside.png", 3)
+    calibrate_gallery(tmp_path / "g", queries=tmp_path / "asked", note=notes.append)
+    assert any("1 image directly in" in line and "needs a sub-folder" in line for line in notes)
+
+
+def folder_gallery(run, folder, *, classes=40, images=8, copied=False):
+    """A gallery of a folder whose pictures are all noise, so that only a picture itself is near it."""
+    for c in range(classes):
+        for n in range(images):
+            write_picture(folder / "photos" / f"c{c:02d}" / f"{n}.png", 1000 * c + n)
+            if copied:
+                write_picture(folder / "photos" / f"c{c:02d}" / f"again{n}.png", 1000 * c + n)
+    notes: list[str] = []
+    with Gallery.create(folder / "g", run) as gallery:
+        index_folder(gallery, folder / "photos", note=notes.append)
+    return folder / "g", notes
+
+
+def test_a_query_that_is_in_the_gallery_never_finds_itself(run, tmp_path, fitted):
+    """The indexed folder as --queries promises no more than the gallery on itself; so do copies of each file."""
+    place, notes = folder_gallery(run, tmp_path / "once")
+    assert notes == []
+    own = calibrate_gallery(place)
+    assert own["right"] < 100  # the pictures of a class have nothing in common
+    told: list[str] = []
+    asked = calibrate_gallery(place, queries=tmp_path / "once" / "photos", note=told.append)
+    assert "320 of 320 query images are in the gallery too: none of them finds itself" in told
+    assert asked["right"] == own["right"]
+    for one, other in zip(asked["promises"], own["promises"], strict=True):
+        assert one["coverage"] <= other["coverage"] + 0.05
+    assert float(fitted[1].queries.evidence.nearest.min()) > 0.001
+
+    place, notes = folder_gallery(run, tmp_path / "twice", copied=True)
+    assert notes == ["320 images added with bytes that are in the gallery under another name too"]
+    told.clear()
+    own = calibrate_gallery(place, note=told.append)
+    assert "640 images of the gallery have the bytes of another one: none of them finds its copies" in told
+    assert own["right"] == 2 * asked["right"]
+    assert calibrate_gallery(place, queries=tmp_path / "twice" / "photos")["right"] == own["right"]
+    with Gallery.open(place, write=True) as gallery:  # indexing again adds nothing, and says nothing
+        index_folder(gallery, tmp_path / "twice" / "photos", note=notes.append)
+    assert len(notes) == 1
+
+
+def test_an_image_whose_only_companions_are_copies(run, tmp_path):
+    """It has no right answer; and one whose other classes are copies of it cannot be asked without its own."""
+    for n in range(60):
+        write_picture(tmp_path / "photos" / "many" / f"{n}.png", 3, n)
+    write_picture(tmp_path / "photos" / "one" / "copy.png", 3, 0)
+    write_picture(tmp_path / "photos" / "one" / "again.png", 3, 0)
+    with Gallery.create(tmp_path / "g", run) as gallery:
+        index_folder(gallery, tmp_path / "photos")
+    result = calibrate_gallery(tmp_path / "g", unknown=0.0)
+    assert (result["known_queries"], result["unknown_queries"]) == (60, 59 + 2)
+    for n in range(2):
+        write_picture(tmp_path / "equal" / f"c{n}" / "0.png", 3, 0)
+    with Gallery.create(tmp_path / "e", run) as gallery:
+        index_folder(gallery, tmp_path / "equal")
+    with pytest.raises(ValueError, match="has copies of one image: index more"):
+        calibrate_gallery(tmp_path / "e")
+
+
+def test_a_judged_picture_that_was_added_later_does_not_find_itself(labelled, fitted):
+    place, stored, labels = labelled
+    calibrate_gallery(place)
+    with Gallery.open(place) as gallery:
+        for row in (0, 100):  # as if they had been judged before they were added
+            nearly = Embeddings(stored[[row]].semantic * 1.00001, stored[[row]].uncertainty)
+            options = {"query": "q.jpg", "right": False, "found": "c39", "label": f"c{int(labels[row])}"}
+            add_feedback(place, gallery.engine.properties, nearly, **options)
+        new = Embeddings(-stored[[200]].semantic, stored[[200]].uncertainty)
+        add_feedback(place, gallery.engine.properties, new, query="q.jpg", right=False, found="c39", label="c1")
+    told: list[str] = []
+    calibrate_gallery(place, note=told.append)
+    assert "2 of 3 judged pictures are in the gallery too: none of them finds itself" in told
+    judged = fitted[1].queries[-3:]
+    itself = fitted[1].queries[torch.tensor([0, 100])]
+    torch.testing.assert_close(judged.evidence.nearest[:2], itself.evidence.nearest, rtol=0, atol=1e-5)
+
+
+def test_queries_that_the_model_has_learned_from_are_left_out(labelled, tmp_path, fitted):
+    place, _, _ = labelled
+    for c in range(12):
+        for n in range(6):
+            write_picture(tmp_path / "asked" / f"c{c}" / f"{n}.png", c, n)
+    files = sorted((tmp_path / "asked").rglob("*.png"))
+    sums = [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files]
+    learned = place / "model" / "learned.json"
+    learned.write_text(json.dumps({"trunk": "frozen", "images": sums[:2]}))
+    told: list[str] = []
+    result = calibrate_gallery(place, queries=tmp_path / "asked", note=told.append)
+    assert result["queries"].startswith("70 images in asked")
+    assert told[:2] == [f"the model has learned from {str(file)!r}" for file in files[:2]]
+    assert told[2] == "2 of 72 query images were left out: the model has learned from them"
+    learned.write_text(json.dumps({"trunk": "frozen", "images": sums}))
+    with pytest.raises(ValueError, match="the model has learned from all 72 query images"):
+        calibrate_gallery(place, queries=tmp_path / "asked")
 
 
 def test_queries_of_which_none_can_be_read(labelled, tmp_path):
@@ -168,6 +272,7 @@ def test_without_labels_changed_copies_are_the_queries(run, tmp_path, fitted):
     assert (result["known_queries"], result["unknown_queries"]) == (142, 142)
     assert len(found.queries.labels.unique()) == 70  # near duplicates are one picture
     assert any("shows another picture" in line for line in result["words"])
+    assert "half of the pictures" in (tmp_path / "g" / "calibration.html").read_text()
     assert result["right"] > 100
     assert not bool(found.queries.correct[142:].any())
     (tmp_path / "photos" / "7.png").unlink()

@@ -188,6 +188,7 @@ def test_links(gallery, photos, tmp_path):
     assert lines == [
         "3 links to folders not followed",
         "1 images are links to files outside the folder: only their thumbnails are shown",
+        "1 image added with bytes that are in the gallery under another name too",
     ]
     files = {item.path: gallery.image_file(item.id) for item in gallery.items()}
     assert [path for path, file in files.items() if file is None] == ["photos/cats/out.png"]

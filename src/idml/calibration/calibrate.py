@@ -29,13 +29,15 @@ class CalibrationQueries:
     """The queries of a calibration: known ones in the gallery as it is, unknown ones without what they show.
 
     Queries with the same label (a class; for copies of an image, the image) hang together, known ones only if they are
-    not counted ``known_by_image``. ``words`` say what the queries are.
+    not counted ``known_by_image``. ``words`` say what the queries are. ``classes`` is the number of the gallery's
+    classes, if not all of them are asked.
     """
 
     queries: OpenSetQueries
     labelled: bool
     words: str
     known_by_image: bool = True
+    classes: int | None = None
 
 
 def check_share(unknown: float) -> float:
@@ -82,7 +84,7 @@ def fit_queries(
         same_class=queries.same_class if lists else None,
         profile=profile,
         model=model,
-        grouping=Grouping(check_share(unknown), found.known_by_image),
+        grouping=Grouping(check_share(unknown), found.known_by_image, found.classes),
         queries=found.words,
     )
 
@@ -180,8 +182,8 @@ def describe_calibration(calibration: Calibration, figures: dict[str, Any], what
     if any(promise["approximate"] for promise in figures["promises"]):
         kind = "classes" if calibration.labelled else "pictures"
         lines.append(
-            f"approximate: {figures['counted_classes']} {kind} were counted (half of them). From {ENOUGH_CLUSTERS} on "
-            f"a promise is kept by about 9 of 10 calibrations, with fewer {kind} by fewer"
+            f"approximate: {figures['counted_classes']} {kind} were counted (half of them). With fewer than "
+            f"{ENOUGH_CLUSTERS} {kind} a promise may be kept by fewer than 9 of 10 calibrations"
         )
     speaks = "ranks wrong answers better than chance" if calibration.level_speaks else "is no better than chance"
     if any(calibration.percentiles["level"]):  # the pretrained trunk has no u

@@ -3,9 +3,10 @@
 Calibrations are fitted and tested on them. `QueryPool` searches all queries once in the whole gallery, deeper than
 needed. To search a gallery without some classes, or without the query's own class, it removes their images from the
 lists, and searches again only for queries whose list became too short. The result equals a search in the smaller
-gallery. Many such searches cost one.
+gallery. Many such searches cost one. A query never finds itself, nor an image with the same bytes.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -59,8 +60,10 @@ class OpenSetQueries:
 class QueryPool:
     """Queries, their classes [n], and a gallery; without a gallery, each query is searched among the others.
 
-    ``rows`` [n] are the places of the queries in the gallery, −1 for a query that is not in it. A query never finds
-    itself. ``neighbours`` are the lists of a search that was made before, nearest first; −1 where there is no image.
+    ``rows`` [n] are the places of the queries in the gallery, −1 for a query that is not in it. Images of the gallery
+    with the same number in ``copies`` [gallery] are the same picture; without it, each is another one. A query never
+    finds itself or a copy of itself. ``neighbours`` are the lists of a search that was made before, nearest first; −1
+    where there is no image.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class QueryPool:
         gallery_labels: Tensor | None = None,
         *,
         rows: Tensor | None = None,
+        copies: Tensor | None = None,
         depth: int = _DEPTH,
         neighbours: Neighbours | None = None,
     ) -> None:
@@ -79,15 +83,34 @@ class QueryPool:
         self.gallery_labels = labels if gallery_labels is None else gallery_labels
         if rows is None:
             rows = torch.arange(len(labels)) if gallery is None else torch.full((len(labels),), -1)
-        self.rows = rows
+        self.pictures = torch.arange(len(self.gallery_labels)) if copies is None else copies
+        self.own = torch.where(rows >= 0, self.pictures[rows.clamp_min(0)], -1)  # the picture of each query
         if neighbours is not None:
             self.neighbours = neighbours
-        elif gallery is None:
+        elif gallery is None and copies is None:
             self.neighbours = nearest(queries, depth)
         else:
             self.neighbours = nearest(
-                queries, depth, gallery=gallery, query_ids=rows, gallery_ids=torch.arange(len(gallery))
+                queries, depth, gallery=self.gallery, query_ids=self.own, gallery_ids=self.pictures
             )
+
+    def __getitem__(self, index: Index) -> "QueryPool":
+        """Some of the queries, with the same gallery."""
+        rows, part = as_rows(index, len(self.labels)), copy.copy(self)
+        part.queries, part.labels, part.own = self.queries[rows], self.labels[rows], self.own[rows]
+        part.neighbours = Neighbours(*(x[rows] for x in self.neighbours))
+        return part
+
+    @property
+    def visible(self) -> Tensor:
+        """How many images each query may find [n]: those of another picture."""
+        return len(self.pictures) - self._count_copies(torch.ones_like(self.pictures, dtype=torch.bool))[0]
+
+    @property
+    def visible_without_own(self) -> Tensor:
+        """How many images of other classes than its own each query may find [n]."""
+        copies, own_copies = self._count_copies(torch.ones_like(self.pictures, dtype=torch.bool))
+        return len(self.pictures) - self._count_class(self.gallery_labels) - (copies - own_copies)
 
     def search(self, *, without: Tensor | None = None, listed: int = NEIGHBOURS) -> OpenSetQueries:
         """Search all queries in the gallery without the classes ``without``; ``listed`` images of each list are kept.
@@ -101,10 +124,10 @@ class QueryPool:
         present = ~torch.isin(self.gallery_labels, absent)
         k = max(NEIGHBOURS, listed)
         inside = present[self.neighbours.indices.clamp_min(0)]
-        own = self._find_itself(present)
-        neighbours = self._list_nearest(inside, int(present.sum()) - own, k, lambda rows: [(rows, present)])
-        counts = self.gallery_labels[present].bincount(minlength=int(self.labels.max()) + 1)[self.labels]
-        return self._describe(neighbours, counts - own > 0, listed, present)
+        copies, own_copies = self._count_copies(present)
+        neighbours = self._list_nearest(inside, int(present.sum()) - copies, k, lambda rows: [(rows, present)])
+        known = self._count_class(self.gallery_labels[present]) > own_copies
+        return self._describe(neighbours, known, listed, present)
 
     def search_without_own(self, *, listed: int = NEIGHBOURS) -> OpenSetQueries:
         """Search each query in the gallery without its own class: all of them are unknown.
@@ -114,15 +137,13 @@ class QueryPool:
         tensor([1.4142, 1.4142, 1.4142, 1.4142])
         """
         other = self.gallery_labels[self.neighbours.indices.clamp_min(0)] != self.labels.unsqueeze(1)
-        counts = self.gallery_labels.bincount(minlength=int(self.labels.max()) + 1)[self.labels]
-        visible = len(self.gallery_labels) - counts
 
         def split_by_class(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
             labels = self.labels[rows]
             return [(rows[labels == label], self.gallery_labels != label) for label in labels.unique()]
 
-        neighbours = self._list_nearest(other, visible, max(NEIGHBOURS, listed), split_by_class)
-        nothing, everything = torch.zeros_like(counts, dtype=torch.bool), torch.ones_like(self.gallery_labels).bool()
+        neighbours = self._list_nearest(other, self.visible_without_own, max(NEIGHBOURS, listed), split_by_class)
+        nothing, everything = torch.zeros_like(self.labels).bool(), torch.ones_like(self.gallery_labels).bool()
         return self._describe(neighbours, nothing, listed, everything)
 
     def _describe(self, neighbours: Neighbours, known: Tensor, listed: int, present: Tensor) -> OpenSetQueries:
@@ -133,9 +154,16 @@ class QueryPool:
         same_class = (classes == self.labels.unsqueeze(1)) & (indices >= 0)
         return OpenSetQueries(evidence, self.labels, known, distances[:, :listed], same_class[:, :listed], present)
 
-    def _find_itself(self, present: Tensor) -> Tensor:
-        """1 for a query that is among the images ``present``, else 0 [n]."""
-        return (present[self.rows.clamp_min(0)] & (self.rows >= 0)).long()
+    def _count_class(self, labels: Tensor) -> Tensor:
+        """How many of these labels are the query's [n]."""
+        return labels.bincount(minlength=int(self.labels.max()) + 1)[self.labels]
+
+    def _count_copies(self, present: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of the images ``present`` are the query's own picture [n], and how many of these its class [n]."""
+        classes = int(torch.cat([self.labels, self.gallery_labels]).max()) + 1
+        pictures, own = self.pictures[present], self.own
+        of_class = pictures * classes + self.gallery_labels[present]
+        return _count_equal(pictures, own), _count_equal(of_class, own * classes + self.labels)
 
     def _list_nearest(
         self, inside: Tensor, visible: Tensor, k: int, split: Callable[[Tensor], list[tuple[Tensor, Tensor]]]
@@ -157,12 +185,22 @@ class QueryPool:
         for queries, present in split(short) if len(short) else ():
             rows = present.nonzero().flatten()
             again = nearest(
-                self.queries[queries], k, gallery=self.gallery[rows], query_ids=self.rows[queries], gallery_ids=rows
+                self.queries[queries],
+                k,
+                gallery=self.gallery[rows],
+                query_ids=self.own[queries],
+                gallery_ids=self.pictures[rows],
             )
             width = again.indices.shape[1]
             indices[queries, :width] = torch.where(again.indices < 0, -1, rows[again.indices.clamp_min(0)])
             distances[queries, :width] = again.distances
         return Neighbours(indices, distances)
+
+
+def _count_equal(numbers: Tensor, asked: Tensor) -> Tensor:
+    """How often each number that is asked for is among the numbers, of the shape of ``asked``."""
+    ordered = numbers.sort().values
+    return torch.searchsorted(ordered, asked, right=True) - torch.searchsorted(ordered, asked)
 
 
 def draw_unknown(labels: Tensor, share: float, generator: torch.Generator) -> Tensor:

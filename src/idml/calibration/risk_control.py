@@ -13,7 +13,10 @@ one start this is fixed-sequence testing, with more starts the fallback procedur
 no threshold passes whose rate is above ε. So any threshold that passed may be used: the one that answers most. The
 queries that P was fitted to are not part of the sample. So they may choose the start for each ε: the threshold at which
 their own p-value is the smallest. A single start keeps the whole of δ. A threshold that passed at a smaller error rate
-(one of those that reports offer) is used too, so that a larger rate never answers less.
+(one of those that reports offer) is used too, so that a larger rate never answers less. The sequence of each of these
+rates has its own start and the whole of δ. So for their union it is not shown that no threshold above ε passes with
+probability 1 − δ: up to nine sequences could fail in turn. They rest on the same counts and mostly fail together; how
+often promises break, unions included, is measured (docs/calibration.md).
 
 ECE = Σ over bins of (queries in the bin / n) · |mean P − share of right answers|        (Naeini et al., 2015)
 """
@@ -24,9 +27,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from idml.calibration.cluster_bound import ClusterMoments
+from idml.calibration.cluster_bound import BY_CLASS, ClusterMoments
 from idml.calibration.evidence import ROUNDING, Profile
 
 SMALLEST_RATE = 1e-9  # a smaller error rate would need more calibration queries than anybody has
@@ -99,12 +103,12 @@ def clustered_p_values(moments: ClusterMoments, max_error: float) -> list[float]
 
     `idml.calibration.cluster_bound` has the formulas. With too few clusters all of them are 1.
     """
-    from scipy.special import betainc, stdtr
+    from scipy.special import stdtr
 
     answered, wrong, n = (np.array(x) for x in (moments.answered, moments.wrong, moments.effective))
     k = np.divide(n * wrong, answered, out=np.zeros(len(n)), where=answered > 0)
     k, n = (np.where(np.abs(x - x.round()) < 1e-9 * (1 + n), x.round(), x) for x in (k, n))  # whole counts stay whole
-    by_image = np.where(n > k, betainc(np.maximum(n - k, 1e-300), k + 1, 1 - max_error), 1.0)
+    by_image = _lower_tail(k, n, max_error)
     if moments.clusters == 0:
         return [float(x) for x in by_image]
     if moments.clusters < FEWEST_CLUSTERS:
@@ -113,11 +117,49 @@ def clustered_p_values(moments: ClusterMoments, max_error: float) -> list[float]
     spread = np.array(moments.variance) @ terms + 2 * np.maximum(0.0, np.array(moments.shared) @ terms)
     z = wrong - max_error * answered
     ratio = np.divide(z, np.sqrt(spread.clip(0)), out=np.where(z < 0, -np.inf, np.inf), where=spread > 1e-30)
-    return [float(x) for x in np.maximum(by_image, stdtr(moments.clusters - 1, ratio))]
+    by_class = stdtr(moments.clusters - 1, ratio)
+    if (unknown := moments.unknown) is not None:
+        theirs = np.array(unknown.answered)
+        largest = (max_error * (answered - theirs) - (wrong - theirs)) / ((1 - max_error) * unknown.share)
+        whole = _lower_tail(unknown.classes * theirs / unknown.share, unknown.classes, largest.clip(0, 1))
+        by_class = np.maximum(by_class, np.where(largest < 1, whole, 0.0))
+    return [float(x) for x in np.maximum(by_image, by_class)]
+
+
+def _lower_tail(
+    k: NDArray[np.float64], n: NDArray[np.float64] | float, rate: NDArray[np.float64] | float
+) -> NDArray[np.float64]:
+    """P(Bin(n, rate) ≤ k) for counts that need not be whole, by the beta distribution."""
+    from scipy.special import betainc
+
+    out: NDArray[np.float64] = np.where(n > k, betainc(np.maximum(n - k, 1e-300), k + 1, 1 - rate), 1.0)
+    return out
+
+
+def _find_missing_classes(moments: ClusterMoments, max_error: float, level: float) -> str:
+    """Say that more unknown classes are needed even if none of them is answered; empty if there are enough."""
+    unknown = moments.unknown
+    if unknown is None or (largest := max_error * (1 - unknown.share) / ((1 - max_error) * unknown.share)) >= 1:
+        return ""
+    needed = math.ceil(math.log(level) / math.log1p(-largest) - 1e-9) if largest > 0 else 0
+    if unknown.classes >= needed:
+        return ""
+    return (
+        f"the unknown classes count as {unknown.classes:.0f} of equal size, at least {needed:,} are needed with "
+        f"{100 * unknown.share:.3g} % unknown queries"
+    )
 
 
 def _are_possible(moments: ClusterMoments, thresholds: int) -> bool:
     """Whether a sample can have these sums: A and E are at most 1, and so is what a cluster adds to V and C."""
+    if (unknown := moments.unknown) is not None:
+        shares = zip(unknown.answered, moments.wrong, strict=False)
+        if not (
+            len(unknown.answered) == thresholds
+            and BY_CLASS < unknown.share <= 1 <= unknown.classes <= _MOST_QUERIES
+            and all(0 <= theirs <= min(wrong, unknown.share) + _ROUNDING for theirs, wrong in shares)
+        ):
+            return False
     columns = (moments.answered, moments.wrong, moments.effective, moments.variance, moments.shared)
     shares = zip(moments.wrong, moments.answered, strict=False)
     spread = (abs(x) for row in (*moments.variance, *moments.shared) for x in row)
@@ -222,7 +264,7 @@ class ThresholdCounts:
         n, counted = len(self.thresholds), zip(self.wrong, self.answered, strict=False)
         if n == 0 or len(self.answered) != n or len(self.wrong) != n:
             raise ValueError("the table of thresholds is empty, or its columns have different lengths")
-        if not all(0 <= wrong <= answered <= self.total for wrong, answered in counted):
+        if not all(0 <= wrong <= answered <= self.total <= _MOST_QUERIES for wrong, answered in counted):
             raise ValueError("the table of thresholds has impossible counts")
         if list(self.answered) != sorted(self.answered):
             raise ValueError("a lower threshold of the table answers fewer queries")
@@ -266,7 +308,8 @@ class ThresholdCounts:
     def find_guarantee(self, max_error: float, confidence: float, *, what: str = "wrong matches") -> RiskGuarantee:
         """Find the lowest threshold at which at most ``max_error`` of the answers are wrong, see the head of this file.
 
-        The guarantee holds for each ``max_error`` by itself, if that is chosen without looking at this sample.
+        The guarantee holds for each ``max_error`` by itself, if that is chosen without looking at this sample. With a
+        ``pilot`` it is that of several sequences of tests, each with the whole of δ: measured, not proved.
 
         >>> counts = ThresholdCounts((0.9, 0.0), (60, 100), (0, 20), 100, (0,))
         >>> counts.find_guarantee(0.05, 0.9).threshold
@@ -289,6 +332,8 @@ class ThresholdCounts:
                     f"{FEWEST_CLUSTERS} are needed to know about queries of unknown classes (without such queries: "
                     "--unknown 0)"
                 )
+            elif moments is not None and (few := _find_missing_classes(moments, max_error, level)):
+                reason += f"{few}; {self._describe_smallest_rate(level)}"
             elif self.total < needed:
                 reason += f"there are {self.total} calibration queries, at least {needed} are needed"
             else:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idml.calibration.cluster_bound import ClusterMoments
+from idml.calibration.cluster_bound import BY_CLASS, ClusterMoments
 from idml.calibration.confidence import ConfidenceModel, isotonic
 from idml.calibration.evidence import Evidence, Profile
 from idml.calibration.risk_control import (
@@ -134,10 +134,12 @@ class Grouping:
     """How queries hang together: ``share`` of unknown queries to weight them by, and their clusters.
 
     Unknown queries are clustered by the groups given to `Calibration.fit`, known ones too unless ``known_by_image``.
+    ``classes`` is the number of the gallery's classes, if not all of them are asked.
     """
 
     share: float
     known_by_image: bool = True
+    classes: int | None = None
 
     @property
     def by_group(self) -> bool:
@@ -260,6 +262,7 @@ class Calibration:
                     share=share,
                     groups=groups[rows],
                     known_by_image=grouping.known_by_image,
+                    classes=grouping.classes,
                 )
                 for their_p, rows in ((p, counted), (p_fit, used))
             )
@@ -310,7 +313,21 @@ class Calibration:
         return self.confidence_model.probability(evidence)
 
     def find_guarantee(self, max_error: float, confidence: float = 0.9) -> RiskGuarantee:
-        """Find the threshold on P that keeps the share of wrong answers at ``max_error`` or below."""
+        """Find the threshold on P that keeps the share of wrong answers at ``max_error`` or below.
+
+        An earlier version did not count unknown classes with a single query each, nor, with more than half of the
+        queries unknown, classes as a whole. Its calibrations promise nothing then.
+        """
+        moments = self.counts.moments
+        uncounted = moments is not None and (
+            (self.unknown > 0 and moments.clusters == 0) or (self.unknown > BY_CLASS and moments.unknown is None)
+        )
+        if uncounted:
+            reason = (
+                f"cannot promise at most {100 * max_error:.3g} % wrong matches here: an earlier version calibrated "
+            )
+            reason += "this gallery and did not count its unknown classes; calibrate again"
+            return RiskGuarantee(max_error, confidence, None, self.counts.total, 0, reason=reason)
         return self.counts.find_guarantee(max_error, confidence)
 
     def novelty(self, evidence: Evidence) -> Tensor:
@@ -461,7 +478,10 @@ def encode_record(record: object, *, kind: str, version: int) -> bytes:
 
 
 def decode_record(data: bytes, path: str, record: type[T], *, kind: str, version: int) -> T:
-    """Read a record; one that is damaged, or of another kind or version, is a ``ValueError`` that names ``path``."""
+    """Read a record; one that is damaged, or of another kind or version, is a ``ValueError`` that names ``path``.
+
+    A field that was ``added`` later (its metadata say so) may be missing: an earlier program wrote the record.
+    """
     try:
         whole = json.loads(data)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
@@ -487,10 +507,11 @@ def _parse_value(kind: Any, x: Any, place: str) -> Any:
     """Convert ``x`` to a value of type ``kind``; a ``ValueError`` names the place that does not fit."""
     if is_dataclass(kind):
         names = {f.name for f in fields(kind)}
-        if not isinstance(x, dict) or set(x) != names:
+        needed = {f.name for f in fields(kind) if not f.metadata.get("added")}
+        if not isinstance(x, dict) or not needed <= set(x) <= names:
             raise ValueError(f"{place} should hold {', '.join(sorted(names))}")
         hints = get_type_hints(kind)
-        values = {name: _parse_value(hints[name], x[name], f"{place}.{name}") for name in names}
+        values = {name: _parse_value(hints[name], x[name], f"{place}.{name}") for name in x}
         return kind(**values)  # type: ignore[operator]
     origin, inside = get_origin(kind), get_args(kind)
     if origin is types.UnionType:  # only "… | None"

@@ -1,7 +1,8 @@
 """`idml calibrate`: calibrate a gallery on itself, or on the user's own queries, and store the result with it.
 
 Queries come from the gallery. Each is searched in the whole gallery without itself (known), and again without its class
-(unknown). Which images are queries depends on what the model has learned from:
+(unknown). Itself means every image with the same bytes, also for the user's own queries: else a query would find itself
+at distance 0, which no new query does. Which images are queries depends on what the model has learned from:
 
     labels; no class learned             every image
     labels; classes learned, heads only  every image; learned classes by heads that were trained again without them
@@ -12,6 +13,7 @@ Queries come from the gallery. Each is searched in the whole gallery without its
 What people said about answers (`idml.search.feedback`) is added to the queries.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +27,14 @@ from torch import Tensor
 from idml.calibration.calibrate import LISTED, UNKNOWN, CalibrationQueries, calibrate_queries, check_share
 from idml.calibration.calibrate import describe_calibration as describe
 from idml.calibration.copies import CHANGES, change_copies
-from idml.calibration.evidence import Profile
+from idml.calibration.evidence import ROUNDING, Profile
 from idml.calibration.open_set import OpenSetQueries, QueryPool
 from idml.calibration.report import build_page, draw_calibration
 from idml.calibration.risk_control import FEWEST_CLUSTERS
 from idml.calibration.score_comparison import describe_comparison
 from idml.data.decoder_process import RefusedImage
 from idml.data.images import read_image
-from idml.data.layouts import EXTENSIONS
+from idml.data.layouts import EXTENSIONS, format_count
 from idml.embeddings import Embeddings
 from idml.evaluation.knn import nearest
 from idml.files import write_atomic
@@ -55,7 +57,8 @@ Refit = Callable[[Path, Sequence[Path], Tensor, Tensor, Tensor, Progress], Itera
 _LEAST, _MOST, _PAIRS = 4000, 20_000, 4e8  # of images that are queries; of queries × images of the gallery
 ORIGINALS, COPIES = 600, 2  # images that are copied, copies of each
 _QUERIES = 50  # the smallest number that can be fitted
-_MAX_NAMED = 20  # unreadable query images that get a line of their own
+_MAX_NAMED = 20  # query images that are left out and get a line of their own
+_CLOSE = 50  # images of the gallery that are compared with a judged picture
 _UNKNOWN_CLASSES = 3 * FEWEST_CLUSTERS  # about half are counted; then these are enough in 499 of 500 splits
 _WRONG = {True: "names a wrong class", False: "shows another picture"}
 
@@ -121,7 +124,8 @@ def calibrate_gallery(
     }
     if gallery.roots is not None:
         path = gallery.roots.folder / REPORT
-        fitted = "P(right) was fitted to half of the classes; the promises come from the other half."
+        split = "pictures" if not source.labelled else "classes" if unknown > 0 else "images"
+        fitted = f"P(right) was fitted to half of the {split}; the promises come from the other half."
         level = "‖u‖" if any(calibration.percentiles["level"]) else None  # the pretrained trunk has no u
         intro = [f"{len(source.items):,} images. {fitted}", *describe_comparison(figures, level), *notes]
         write_atomic(path, build_page(f"Calibration of {path.parent.name}", intro, result, {"Figures": figures}))
@@ -189,8 +193,8 @@ class GallerySource:
     def read(cls, gallery: Gallery, run: Location | None, note: Note, progress: Progress) -> "GallerySource":
         """Read all items of a gallery."""
         items = list(gallery.items())
-        if len(items) < 2:
-            count = "one image" if items else "no image"
+        if len({item.checksum for item in items}) < 2:
+            count = "copies of one image" if len(items) > 1 else "one image" if items else "no image"
             raise ValueError(f"the gallery {gallery.location} has {count}: index more before you calibrate it")
         without = sum(item.label is None for item in items)
         if 0 < without < len(items):
@@ -223,20 +227,29 @@ class GallerySource:
             found.append(file)
         return found
 
+    @property
+    def pictures(self) -> Tensor:
+        """A number for each item [n]; items with the same bytes have the same one."""
+        numbers: dict[str, int] = {}
+        return torch.tensor([numbers.setdefault(item.checksum, len(numbers)) for item in self.items])
+
     def read_learned(self) -> tuple[Tensor, bool]:
         """Which items the model has learned from [n], and whether its trunk learned too."""
-        nothing = torch.zeros(len(self.items), dtype=torch.bool)
+        learned, trunk = self.learned_images()
+        return torch.tensor([item.checksum[:16] in learned for item in self.items]), trunk
+
+    def learned_images(self) -> tuple[set[str], bool]:
+        """The first 16 digits of the checksums of all images that the model has learned from; if its trunk learned."""
         folder = self.model_folder()
         if folder is None or not (folder / LEARNED).is_file():
             if folder is not None:
                 self.note("the model does not say which images it has learned from: assumed, not checked, that none")
-            return nothing, False
+            return set(), False
         try:
             content = json.loads((folder / LEARNED).read_bytes())
-            known, trunk = set(content["images"]), content["trunk"] != "frozen"
+            return set(content["images"]), content["trunk"] != "frozen"
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(f"{folder / LEARNED} is damaged: it should name images") from None
-        return torch.tensor([item.checksum[:16] in known for item in self.items]), trunk
 
     def model_folder(self) -> Path | None:
         """The folder with the model; None for the pretrained trunk."""
@@ -282,12 +295,11 @@ def most_queries(images: int) -> int:
 
 
 def search_known_and_unknown(pool: QueryPool, *, unknown: bool = True) -> OpenSetQueries:
-    """Search each query as it is, and again without its class if other classes are there."""
+    """Search each query as it is, and again without its class if there are images of other classes to find."""
     known = pool.search(listed=LISTED)
-    parts = [known[known.known]]
-    others = pool.gallery_labels.unique()
-    if unknown and (len(others) > 1 or int(others[0]) not in pool.labels.tolist()):
-        parts.append(pool.search_without_own(listed=LISTED))
+    parts, others = [known[known.known]], pool.visible_without_own > 0
+    if unknown and bool(others.any()):
+        parts.append(pool[others].search_without_own(listed=LISTED))
     return OpenSetQueries.cat(parts)
 
 
@@ -299,13 +311,17 @@ def _labelled_queries(
     most: int,
 ) -> CalibrationQueries:
     """Images of the gallery, each searched without itself, and again without its class."""
-    labels, (learned, trunk) = source.labels, source.read_learned()
+    labels, pictures, (learned, trunk) = source.labels, source.pictures, source.read_learned()
+    if copied := int((pictures.bincount()[pictures] > 1).sum()):
+        source.note(f"{copied:,} images of the gallery have the bytes of another one: none of them finds its copies")
     learned_class = torch.isin(labels, labels[learned].unique())
     classes, count = len(source.names), len(labels[learned].unique())
     fresh = _sample((~learned_class).nonzero().flatten(), most, seed)
     parts, words = [], f"{len(fresh):,} images of the gallery, each left out of it, and again with its whole class"
     if len(fresh):
-        pool = QueryPool(source.embeddings[fresh], labels[fresh], source.embeddings, labels, rows=fresh)
+        pool = QueryPool(
+            source.embeddings[fresh], labels[fresh], source.embeddings, labels, rows=fresh, copies=pictures
+        )
         parts.append(search_known_and_unknown(pool))
     if count and trunk:
         if count == classes:
@@ -325,7 +341,7 @@ def _labelled_queries(
         files = source.files(range(len(labels)))
         for fold, embeddings in enumerate(refit(folder, files, labels, learned, folds, source.progress)):
             own = rows[folds[rows] == fold]
-            pool = QueryPool(embeddings[own], labels[own], embeddings, labels, rows=own)
+            pool = QueryPool(embeddings[own], labels[own], embeddings, labels, rows=own, copies=pictures)
             parts.append(search_known_and_unknown(pool))
         words = f"{len(fresh) + len(rows):,} images of the gallery, each left out of it, and again with its whole class"
         words += f"; cross-fitted: {count:,} classes by heads that were trained again without them"
@@ -339,14 +355,19 @@ def _user_queries(source: GallerySource, folder: Path, unknown: float) -> Calibr
     """The user's images; with few unknown classes among them, known ones without their class are unknown too."""
     if not source.labelled:
         raise ValueError("--queries needs a gallery in which every image has a label")
-    files, names = _list_queries(folder)
-    embeddings, read = _embed_files(source, files, folder)
+    files, names = _list_queries(folder, source.note)
+    files, names = _leave_out_learned(source, files, names)
+    embeddings, read, checksums = _embed_files(source, files, folder)
     names = [names[place] for place in read]
+    first = {item.checksum: row for row, item in reversed([*enumerate(source.items)])}
+    rows = torch.tensor([first.get(checksum, -1) for checksum in checksums])
+    if stored := int((rows >= 0).sum()):
+        source.note(f"{stored:,} of {len(rows):,} query images are in the gallery too: none of them finds itself")
     numbers = dict(source.names)
     for name in names:
         numbers.setdefault(name, len(numbers))
     labels = torch.tensor([numbers[name] for name in names])
-    pool = QueryPool(embeddings, labels, source.embeddings, source.labels)
+    pool = QueryPool(embeddings, labels, source.embeddings, source.labels, rows=rows, copies=source.pictures)
     found = pool.search(listed=LISTED)
     outside = len(labels[~found.known].unique())
     words = (
@@ -354,12 +375,12 @@ def _user_queries(source: GallerySource, folder: Path, unknown: float) -> Calibr
     )
     parts = [found]
     if unknown > 0 and outside < _UNKNOWN_CLASSES and len(source.names) > 1:
-        known = found.known.nonzero().flatten()
-        if len(known):
-            parts.append(pool.search_without_own(listed=LISTED)[known])
+        known = found.known & (pool.visible_without_own > 0)
+        if bool(known.any()):
+            parts.append(pool[known].search_without_own(listed=LISTED))
         words += "; known ones also without their class, because few classes are unknown"
     parts += _feedback_queries(source)
-    return CalibrationQueries(OpenSetQueries.cat(parts), True, words)
+    return CalibrationQueries(OpenSetQueries.cat(parts), True, words, classes=len(source.names))
 
 
 def _copied_queries(source: GallerySource, originals: int, seed: int) -> CalibrationQueries:
@@ -403,7 +424,10 @@ def group_duplicates(items: Sequence[Item], embeddings: Embeddings) -> Tensor:
 
 
 def _feedback_queries(source: GallerySource) -> list[OpenSetQueries]:
-    """Queries whose right label users gave as feedback: a label that is not in the gallery is an unknown class."""
+    """Queries whose right label users gave as feedback: a label that is not in the gallery is an unknown class.
+
+    Their bytes are not kept. An image at a distance that is mere rounding shows the same picture, and is not found.
+    """
     told = [one for one in source.feedback if one.label is not None]
     if not told or not source.labelled:
         return []
@@ -412,7 +436,17 @@ def _feedback_queries(source: GallerySource) -> list[OpenSetQueries]:
         numbers.setdefault(str(one.label), len(numbers))
     labels = torch.tensor([numbers[str(one.label)] for one in told])
     embeddings = Embeddings.cat([one.embedding for one in told])
-    return [QueryPool(embeddings, labels, source.embeddings, source.labels).search(listed=LISTED)]
+    close, pictures = nearest(embeddings, _CLOSE, gallery=source.embeddings), source.pictures
+    same = close.distances < ROUNDING
+    rows = torch.where(same[:, 0], close.indices[:, 0], -1)
+    for line in same[:, 0].nonzero().flatten().tolist():
+        shown = pictures[close.indices[line, same[line]]]
+        pictures[torch.isin(pictures, shown)] = shown[0]
+    if stored := int((rows >= 0).sum()):
+        source.note(f"{stored:,} of {len(told):,} judged pictures are in the gallery too: none of them finds itself")
+    pool = QueryPool(embeddings, labels, source.embeddings, source.labels, rows=rows, copies=pictures)
+    seeing = pool.visible > 0
+    return [pool[seeing].search(listed=LISTED)] if bool(seeing.any()) else []
 
 
 def _sample(rows: Tensor, most: int, seed: int) -> Tensor:
@@ -420,8 +454,8 @@ def _sample(rows: Tensor, most: int, seed: int) -> Tensor:
     return rows[order].sort().values
 
 
-def _list_queries(folder: Path) -> tuple[list[Path], list[str]]:
-    """The images below the sub-folders of a folder, and their labels."""
+def _list_queries(folder: Path, note: Note) -> tuple[list[Path], list[str]]:
+    """The images below the sub-folders of a folder, and their labels; images beside the sub-folders are counted."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {str(folder)!r} of queries")
     files, names = [], []
@@ -434,12 +468,45 @@ def _list_queries(folder: Path) -> tuple[list[Path], list[str]]:
         raise ValueError(
             f"{str(folder)!r} has no images in sub-folders: name a folder with one sub-folder for each label"
         )
+    if beside := sum(path.name.lower().endswith(EXTENSIONS) and path.is_file() for path in folder.iterdir()):
+        note(
+            f"{format_count(beside, 'image')} directly in {str(folder)!r} left out: a query needs a sub-folder, "
+            "whose name is its label"
+        )
     return files, names
 
 
-def _embed_files(source: GallerySource, files: Sequence[Path], folder: Path) -> tuple[Embeddings, list[int]]:
-    """Embed the images that can be read; their places among the files. The others are counted and named."""
+def _leave_out_learned(source: GallerySource, files: list[Path], names: list[str]) -> tuple[list[Path], list[str]]:
+    """The query images that the model has not learned from, and their labels. The others are counted and named."""
+    learned, _ = source.learned_images()
+    fresh = [not learned or _checksum(path)[:16] not in learned for path in files]
+    if not any(fresh):
+        raise ValueError(
+            f"the model has learned from all {len(files):,} query images: nothing can be promised from them; "
+            "name a folder of other images"
+        )
+    out = [path for path, new in zip(files, fresh, strict=True) if not new]
+    for path in out[:_MAX_NAMED]:
+        source.note(f"the model has learned from {str(path)!r}")
+    if out:
+        source.note(f"{len(out):,} of {len(files):,} query images were left out: the model has learned from them")
+    kept = [(path, name) for path, name, new in zip(files, names, fresh, strict=True) if new]
+    return [path for path, _ in kept], [name for _, name in kept]
+
+
+def _checksum(path: Path) -> str:
+    """SHA-256 of a file's bytes, as items have it; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def _embed_files(source: GallerySource, files: Sequence[Path], folder: Path) -> tuple[Embeddings, list[int], list[str]]:
+    """Embed the images that can be read; their places among the files and checksums. The others are named."""
     report, parts, read, broken = image_counter(source.progress, "embedded"), [], list[int](), list[str]()
+    checksums = list[str]()
     for start in range(0, len(files), BATCH):
         batch = []
         for place, path in enumerate(files[start : start + BATCH], start):
@@ -449,6 +516,7 @@ def _embed_files(source: GallerySource, files: Sequence[Path], folder: Path) -> 
                 broken.append(str(error))
                 continue
             read.append(place)
+            checksums.append(_checksum(path))
         if batch:
             parts.append(source.gallery.embedder.embed(batch))
         report(min(start + BATCH, len(files)), len(files))
@@ -458,4 +526,4 @@ def _embed_files(source: GallerySource, files: Sequence[Path], folder: Path) -> 
         raise ValueError(f"no image in {str(folder)!r} can be read ({len(files):,} tried)")
     if broken:
         source.note(f"{len(broken):,} of {len(files):,} query images were left out: they cannot be read")
-    return Embeddings.cat(parts), read
+    return Embeddings.cat(parts), read, checksums

@@ -11,7 +11,8 @@ another one decodes, and the main thread only stores what they have made.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +61,8 @@ def index_folder(
 
     An image whose bytes are unchanged is not embedded again and keeps its label, even one that was set by hand. An
     image that cannot be decoded is skipped with a note. A file that cannot be read now gets a note, and its item stays.
-    If not one image can be read, that is a ``ValueError`` and nothing changes.
+    If not one image can be read, that is a ``ValueError`` and nothing changes. A note counts the images whose bytes are
+    in the gallery under another name.
 
     Args:
         gallery: open for writing.
@@ -98,9 +100,17 @@ def index_folder(
     unreadable = tuple(prefix + name for name in listing.unreadable)
     gone = [item.id for path, item in before.items() if path not in indexer.seen and not path.startswith(unreadable)]
     removed = gallery.remove(gone) if gone else 0
+    if copies := _count_copies(gallery, indexer.added):
+        note(f"{format_count(copies, 'image')} added with bytes that are in the gallery under another name too")
     return Indexed(
         indexer.new, indexer.replaced, indexer.unchanged, removed, indexer.broken, skipped=len(listing.others)
     )
+
+
+def _count_copies(gallery: Gallery, added: Mapping[str, int]) -> int:
+    """How many of the images added, counted by checksum, have the bytes of another one; of equal ones all but one."""
+    total = Counter(item.checksum for item in gallery.items() if item.checksum in added) if added else {}
+    return sum(min(count, total[checksum] - 1) for checksum, count in added.items())
 
 
 def check_folder(folder: Path, note: Note = silent) -> None:
@@ -232,6 +242,8 @@ class _Indexer:
     progress: Count
     note: Note
     seen: set[str] = field(default_factory=set)
+    added: Counter[str] = field(default_factory=Counter)
+    """The checksums of the items that were added or replaced."""
     new: int = 0
     replaced: int = 0
     unchanged: int = 0
@@ -308,6 +320,7 @@ class _Indexer:
             self.new, self.replaced = self.new + added.new, self.replaced + added.replaced
             self.unchanged += added.unchanged
             self.seen.update(item.path for item in chosen)
+            self.added.update(item.checksum for item in chosen)
         for group in groups:
             self.unchanged += len(group.unchanged)
             self.seen.update(group.unchanged, group.unreadable)

@@ -1,4 +1,4 @@
-"""Images on their way into a gallery: their bytes are decoded, embedded and made into thumbnails."""
+"""Images on their way into a gallery: their bytes are decoded, embedded and made into thumbnails; their labels."""
 
 import hashlib
 import io
@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+from unicodedata import category
 
 from PIL import Image
 
@@ -27,6 +28,7 @@ EXTENSIONS = {
     "AVIF": "avif",
     "HEIF": "heic",
 }
+MAX_LABEL = 200  # characters
 _THUMBNAIL_SIDE = 128  # pixels along the longer side
 _PIXELS = 8_000_000  # decode at most this many pixels, plus one image, before embedding them
 
@@ -90,6 +92,17 @@ def make_thumbnail(image: Image.Image) -> bytes:
     out = io.BytesIO()
     small.save(out, "JPEG", quality=85)
     return out.getvalue()
+
+
+def clean_label(label: str) -> str:
+    """Return a label without spaces at its ends; ``ValueError`` if it is not one line of text.
+
+    >>> clean_label(" blue jay ")
+    'blue jay'
+    """
+    if len(label) > MAX_LABEL or any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in label):
+        raise ValueError(f"a label is one line of at most {MAX_LABEL} characters, without control characters")
+    return label.strip()
 
 
 class EmbeddedImages(NamedTuple):

@@ -18,6 +18,7 @@ from idml.calibration.risk_control import SMALLEST_RATE
 from idml.errors import unknown_name
 from idml.search.answers import RiskTargets
 from idml.search.gallery import Gallery
+from idml.search.uploads import MAX_LABEL
 from idml.server.limits import Limits
 from idml.server.metrics import CONTENT_TYPE, Metrics
 from idml.server.responses import ApiError, JsonResponse, PageFiles, image_headers, json_text
@@ -38,7 +39,7 @@ from idml.server.schemas import (
 )
 from idml.server.security import Keys, RequestGuard, Role, required_role
 from idml.server.service import Order, Service
-from idml.server.uploads import LABEL_PATTERN, MAX_LABEL, clean_label, read_form, read_header
+from idml.server.uploads import LABEL_PATTERN, clean_label, read_form, read_header
 from idml.version import __version__
 
 _MAX_LABEL_BODY = 5000  # bytes

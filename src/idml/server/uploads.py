@@ -7,7 +7,6 @@ import os
 import stat
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
-from unicodedata import category
 
 from PIL import Image, UnidentifiedImageError
 from python_multipart import MultipartParser
@@ -17,10 +16,10 @@ from starlette.requests import Request
 
 from idml.data.images import FORMATS, MAX_PIXELS, container_of, open_image
 from idml.data.metadata import strip_metadata
+from idml.search import uploads
 from idml.search.uploads import EXTENSIONS
 from idml.server.responses import ApiError
 
-MAX_LABEL = 200  # characters
 LABEL_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # no control characters: one line
 _MAX_SERVED = 64_000_000  # bytes of a file that is served
 _MAX_FIELD = 2000  # bytes of a form field other than the image
@@ -185,7 +184,7 @@ async def read_form(request: Request, known: tuple[str, ...]) -> dict[str, bytes
 
 def clean_label(label: str | None) -> str | None:
     """Strip a label; None if it is empty. A label that is not one line of text is refused."""
-    label = label or ""
-    if len(label) > MAX_LABEL or any(category(c) in ("Cc", "Cs", "Zl", "Zp") for c in label):
-        raise ApiError(422, f"a label is one line of at most {MAX_LABEL} characters, without control characters")
-    return label.strip() or None
+    try:
+        return uploads.clean_label(label or "") or None
+    except ValueError as error:
+        raise ApiError(422, str(error)) from None
