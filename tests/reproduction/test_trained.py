@@ -207,6 +207,17 @@ def test_what_follows_from_everything_trained(tmp_path):
     above = results(0.7, 0.9)
     assert "ProxyAnchor, idml, weighted: +20.0 [+20.0, +20.0];" in conclusion(above)
     assert "not introspective" in conclusion(results(0.7, 0.99))
+    table = TABLES["finetune-long"](regimes.Arms("cub", regime))
+    (claim,) = table.claims
+    arms = {arm.key: arm for arm in table.arms}
+    runs = {claim.arm: {0: made(0.8, weight=0.99)}, claim.over: {0: made(0.7)}}
+    progress = {key: ArmProgress(arms[key], 1e-4, found, ()) for key, found in runs.items()}
+    long = Section("finetune-long", table, TableRuns("cub", progress, made(0.1)), regime)
+    missed = results(0.4, 0.9)
+    said = conclusion(dataclasses.replace(missed, sections=[*missed.sections, long]))
+    assert "trained for 8 epochs, IDML's gain was not found**" in said
+    assert "gains +10.0 [+10.0, +10.0] over plain training" in said
+    assert "(observation: one seed, not introspective)" in said
     lines = main_claim_table(above)[1]
     assert lines[1][:4] == ["IDML improves ProxyAnchor", "+1.7", "+20.0 [+20.0, +20.0]", "confirmed"]
     trained = [line for line in u_table(above)[1] if line[2] == "everything" and line[0] == "lite0"]
