@@ -140,6 +140,7 @@ def calibrate(
     *,
     queries: "str | Path | None" = None,
     unknown: float = 0.25,
+    keep_copies: bool = False,
     run: "str | Path | None" = None,
     runtime: "Runtime" = "auto",
     seed: int = 0,
@@ -152,6 +153,7 @@ def calibrate(
         gallery: a folder, or milvus://host:port/collection.
         queries: a folder of images with one sub-folder for each label; by default the gallery's own images.
         unknown: the share of queries that show nothing of the gallery. The promises hold for this share or less.
+        keep_copies: a query may find other images with the same bytes, because new pictures will find such images too.
         run: the run of a Milvus gallery.
         runtime: the library that runs the model.
         seed: of the draws.
@@ -166,6 +168,7 @@ def calibrate(
         gallery,
         queries=queries,
         unknown=unknown,
+        keep_copies=keep_copies,
         run=run,
         runtime=runtime,
         seed=seed,

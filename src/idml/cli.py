@@ -422,6 +422,11 @@ def _add_calibrate(commands: Any) -> None:
         default=0.25,
         help="share of queries that show nothing of the gallery (default 0.25)",
     )
+    parser.add_argument(
+        "--keep-copies",
+        action="store_true",
+        help="images with the same bytes are different pictures, and new pictures will find such images too",
+    )
     _add_model(parser, _MILVUS_MODEL)
     _add_runtime(parser)
 
@@ -434,6 +439,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             options.place,
             queries=options.queries,
             unknown=options.unknown,
+            keep_copies=options.keep_copies,
             run=_chosen_model(options),
             runtime=options.runtime,
             progress=display.report,

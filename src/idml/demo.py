@@ -85,7 +85,7 @@ def show_search(images: ImageSet, run: Path, out: Path, *, report: Progress, not
     with open_or_create(out / "gallery", run) as gallery:
         collection = out / "images" / "collection"
         index_folder(gallery, collection, progress=image_counter(report, "indexed"), note=note)
-    calibrated = calibrate(out / "gallery", progress=report, note=note)
+    calibrated = calibrate(out / "gallery", keep_copies=True, progress=report, note=note)
     with Gallery.open(out / "gallery") as gallery:
         replies = {
             name: _search_queries(gallery, images, parts[name], f"images/{name}") for name in ("known", "unknown")

@@ -94,8 +94,8 @@ class Parts:
 
     @classmethod
     def read(cls, gallery: Gallery, note: Note, report: Progress) -> "Parts":
-        """Read the gallery of a collection."""
-        source = GallerySource.read(gallery, None, note, report)
+        """Read the gallery of a collection; images with the same bytes are as common among the fresh ones."""
+        source = GallerySource.read(gallery, None, note, report, keep_copies=True)
         return cls(source, torch.tensor([PARTS.index(item.path.partition("/")[0]) for item in source.items]))
 
     @property

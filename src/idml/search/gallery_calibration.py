@@ -68,6 +68,7 @@ def calibrate_gallery(
     *,
     queries: str | Path | None = None,
     unknown: float = UNKNOWN,
+    keep_copies: bool = False,
     run: Location | None = None,
     runtime: Runtime = "auto",
     seed: int = 0,
@@ -82,6 +83,7 @@ def calibrate_gallery(
         location: a folder, or milvus://host:port/collection.
         queries: a folder of images with one sub-folder for each label; by default the gallery's own images.
         unknown: the share of queries that show nothing of the gallery. The promises hold for this share or less.
+        keep_copies: a query may find other images with the same bytes, because new pictures will find such images too.
         run: the run of a Milvus gallery.
         runtime: the library that runs the model.
         seed: of the draws.
@@ -98,7 +100,7 @@ def calibrate_gallery(
         note(line)
 
     with Gallery.open(location, run=run, runtime=runtime, images=MANY, calibrated=False) as gallery:
-        source = GallerySource.read(gallery, run, keep, progress)
+        source = GallerySource.read(gallery, run, keep, progress, keep_copies=keep_copies)
         found = collect_queries(source, queries, unknown=unknown, seed=seed, refit=refit, assign_folds=assign_folds)
         _require_queries(found, source, unknown, own=queries is not None)
         profile = Profile.of(source.embeddings)
@@ -188,10 +190,13 @@ class GallerySource:
     feedback: list[Feedback]
     note: Note
     progress: Progress
+    keep_copies: bool = False
 
     @classmethod
-    def read(cls, gallery: Gallery, run: Location | None, note: Note, progress: Progress) -> "GallerySource":
-        """Read all items of a gallery."""
+    def read(
+        cls, gallery: Gallery, run: Location | None, note: Note, progress: Progress, *, keep_copies: bool = False
+    ) -> "GallerySource":
+        """Read all items of a gallery. With ``keep_copies`` items with the same bytes count as different pictures."""
         items = list(gallery.items())
         if len({item.checksum for item in items}) < 2:
             count = "copies of one image" if len(items) > 1 else "one image" if items else "no image"
@@ -208,7 +213,7 @@ class GallerySource:
             names = {label: n for n, label in enumerate(sorted({item.label or "" for item in items}))}
         numbers = [names[item.label or ""] for item in items] if names else range(len(items))
         feedback = read_feedback(gallery.location, gallery.engine.properties)
-        return cls(gallery, run, items, embeddings, torch.tensor(numbers), names, feedback, note, progress)
+        return cls(gallery, run, items, embeddings, torch.tensor(numbers), names, feedback, note, progress, keep_copies)
 
     @property
     def labelled(self) -> bool:
@@ -229,7 +234,9 @@ class GallerySource:
 
     @property
     def pictures(self) -> Tensor:
-        """A number for each item [n]; items with the same bytes have the same one."""
+        """A number for each item [n]; items with the same bytes have the same one, unless copies are kept."""
+        if self.keep_copies:
+            return torch.arange(len(self.items))
         numbers: dict[str, int] = {}
         return torch.tensor([numbers.setdefault(item.checksum, len(numbers)) for item in self.items])
 
@@ -313,7 +320,10 @@ def _labelled_queries(
     """Images of the gallery, each searched without itself, and again without its class."""
     labels, pictures, (learned, trunk) = source.labels, source.pictures, source.read_learned()
     if copied := int((pictures.bincount()[pictures] > 1).sum()):
-        source.note(f"{copied:,} images of the gallery have the bytes of another one: none of them finds its copies")
+        source.note(
+            f"{copied:,} images of the gallery have the bytes of another one: none of them finds its copies "
+            "(with --keep-copies they count as different pictures)"
+        )
     learned_class = torch.isin(labels, labels[learned].unique())
     classes, count = len(source.names), len(labels[learned].unique())
     fresh = _sample((~learned_class).nonzero().flatten(), most, seed)
