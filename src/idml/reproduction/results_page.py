@@ -372,8 +372,7 @@ def conclusion(results: Results) -> str:
     parts += _describe_long_schedule(results)
     if not gains:
         parts.append(
-            "‖u‖ is good for something else: taught by ranking, it orders a query's chance of a wrong answer without "
-            "looking at the gallery."
+            "‖u‖ is good for something else: taught by ranking, it orders queries by their chance of a wrong answer."
         )
     return " ".join(parts)
 
@@ -391,9 +390,8 @@ def _describe_long_schedule(results: Results) -> list[str]:
         return []
     word = _if_not_introspective(section.found, claim.arm)
     return [
-        f"Three times as long, the form that held-out classes chose gains {change[2].text(sign=True)} over plain "
-        f"training of as many epochs (observation: one seed{word}). It sees twice as many images as plain training, "
-        "and no run with Mixup alone was as long, so the gain is not known to be the metric's."
+        f"Three times as long, the form that held-out classes chose gains {change[2].text(sign=True)} (observation: "
+        f"one seed{word}). It sees twice the images; Mixup alone was not run as long."
     ]
 
 
@@ -505,9 +503,8 @@ def _resnet50_part(results: Results) -> tuple[str, str, StudyTable | None]:
     text = (
         "Intervals are over test classes. *The paper* has 60 epochs and the best epoch on the test set; the learning "
         "rate here is constant, with one epoch of warm-up. The *selected* epoch is the one with the best MAP@R on "
-        "held-out training classes. The selected epochs are the fair comparison: plain training has 12 epochs for as "
-        "many images, so comparing last epochs also compares how much each arm overfits. An R-AUROC below 0.50 means "
-        f"that images with a larger ‖u‖ are answered better, the opposite of what ‖u‖ is for.{missing}"
+        "held-out training classes. Compare selected epochs: last ones also compare how much each arm overfits. An "
+        f"R-AUROC below 0.50 means that images with a larger ‖u‖ are answered better.{missing}"
     )
     return made.title, text, made
 
