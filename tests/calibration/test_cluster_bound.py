@@ -216,6 +216,15 @@ def test_classes_that_were_not_counted_break_few_promises_at_nine_tenths_unknown
     assert made >= 0.8 * before > 0
 
 
+@pytest.mark.parametrize("classes", [50, 100])
+@pytest.mark.parametrize(("error", "look_alike"), [(0.05, 0.055), (0.1, 0.115), (0.2, 0.26)])
+def test_classes_that_were_not_counted_break_few_promises_at_one_half_unknown(error, look_alike, classes):
+    """Slightly more classes look like one of the gallery than may be answered: ε/(1 − ε) of them."""
+    (broken, _), without = count_broken_by_look_alikes(0.5, error, classes, look_alike)
+    assert broken <= 29
+    assert broken == without[0]  # whole classes are not counted there
+
+
 def test_the_bound_by_whole_classes_by_formula():
     """Unequal classes count as fewer; an answered class counts by its answered share."""
     known = torch.arange(1000) < 400
